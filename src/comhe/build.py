@@ -1,0 +1,145 @@
+"""From the name of a method to a regularizer of a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from comhe.discovery import Selection, discover, selectors
+from comhe.methods import Method, find_method
+from comhe.names import nearest
+from comhe.neurons import Layer
+from comhe.parametrizations import low_rank, rotate
+from comhe.projections import REGISTRY, Projection
+from comhe.projections.identity import Identity
+from comhe.regularizer import Regularizer
+from comhe.roles import Classifier, Roles, find_roles
+from comhe.rules import Rule
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_OF_RULE = {f.name for f in fields(Rule)} - {"where", "projection", "name"}
+_OF_REGULARIZER = set(inspect.signature(Regularizer).parameters) - {"model", "rules", "settings", "notes"}
+_OF_PARAMETRIZATION = {"": set(), "rotation": {"map"}, "low-rank": {"rank"}}
+
+
+def build(
+    name: str,
+    model: nn.Module,
+    *,
+    classifier: Classifier = None,
+    classifier_weight: float | None = None,
+    small_fan_in: Literal["identity", "error"] = "identity",
+    include: Selection | None = None,
+    exclude: Selection | None = None,
+    **overrides: Any,
+) -> Regularizer:
+    """The regularizer of a row of the paper, by its name, for the hidden layers of `model`, with weight 1.
+
+    The first convolution, and every layer whose fan-in is not above `dim`, is not projected (`small_fan_in="error"`
+    refuses such a layer instead). The classifier is left alone unless `classifier_weight` says otherwise; it is the
+    one given, or the model's `get_output_embeddings()` or `get_classifier()`, or else the last layer; False means that
+    there is none. Embeddings take part only if `include` asks for them.
+
+    `overrides` are fields of the projection (dim, num_views...), of `Rule` (weight, s, half_space...) and arguments of
+    `Regularizer` (seed, redraw_every...). "rotation" also takes `map` and "lr-bp-comhe" takes `rank`; both parametrize
+    the model in place, must precede the optimizer, and are undone by `comhe.merge(model)`.
+    """
+    method = find_method(name)
+    if small_fan_in not in ("identity", "error"):
+        raise ValueError(f"small_fan_in={small_fan_in!r}: choose 'identity' or 'error'")
+    sorted_settings = _sort_settings(name, method, overrides)
+    projection = REGISTRY[method.projection](**sorted_settings["projection"])
+    excluded = [*selectors(exclude), *(() if include is not None else _EMBEDDINGS)]
+    regularizer = {**sorted_settings["regularizer"], "include": include, "exclude": excluded}
+    layers = discover(model, include, excluded, columns=regularizer.get("columns", ()))
+    roles = find_roles(model, layers, classifier)
+    weight = method.classifier_weight if classifier_weight is None else classifier_weight
+
+    hidden = [layer for layer in layers if layer.name not in roles.classifier]
+    undo = _parametrize(method, hidden, roles, sorted_settings["parametrization"])
+    try:
+        rules = _rules(sorted_settings["rule"], projection, layers, roles, weight, small_fan_in)
+        if weight == 0:
+            excluded.append(lambda layer: layer.name in roles.classifier)
+        return Regularizer(model, rules, notes=roles.notes, **regularizer)
+    except BaseException:
+        undo()
+        raise
+
+
+def _sort_settings(name: str, method: Method, overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each setting to the one it belongs to; overrides replace the method's own."""
+    places = {
+        "projection": {f.name for f in fields(REGISTRY[method.projection])},
+        "rule": _OF_RULE,
+        "regularizer": _OF_REGULARIZER,
+        "parametrization": _OF_PARAMETRIZATION[method.parametrization],
+    }
+    found: dict[str, dict[str, Any]] = {place: {} for place in places}
+    for key, value in {**method.settings, **overrides}.items():
+        place = next((place for place, names in places.items() if key in names), None)
+        if place is None:
+            raise TypeError(f"{name!r} takes no {key!r}{nearest(key, set().union(*places.values()))}")
+        found[place][key] = value
+    return found
+
+
+def _rules(
+    settings: dict[str, Any],
+    projection: Projection,
+    layers: Sequence[Layer],
+    roles: Roles,
+    classifier_weight: float,
+    small_fan_in: str,
+) -> list[Rule]:
+    dim = getattr(projection, "dim", 0)
+    small = frozenset(layer.name for layer in layers if layer.fan_in <= dim and layer.name not in roles.classifier)
+    if small_fan_in == "error" and small - roles.first_convolution:
+        names = ", ".join(sorted(small - roles.first_convolution))
+        raise ValueError(f"{names}: fan-in not above dim={dim}: choose a smaller dim, or small_fan_in='identity'")
+    plain = roles.first_convolution | small
+    if small:
+        roles.notes["not projected"] = f"{', '.join(sorted(small))} (fan-in not above dim={dim})"
+    of_classifier = {**settings, "weight": classifier_weight, "half_space": False}
+    return [
+        Rule(lambda layer: layer.name in roles.classifier, Identity(), name="classifier", **of_classifier),
+        Rule(lambda layer: layer.name in plain, Identity(), name="unprojected", **settings),
+        Rule("*", projection, name="hidden", **settings),
+    ]
+
+
+def _parametrize(method: Method, hidden: Sequence[Layer], roles: Roles, settings: dict[str, Any]) -> Callable[[], None]:
+    """Parametrize hidden layers as the method has it; the function returned takes that back."""
+    done: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def undo() -> None:
+        for module, name, parameter in reversed(done):
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+            delattr(module, name)
+            module.register_parameter(name, parameter)
+
+    rank = settings.get("rank", 30)
+    try:
+        for layer in hidden if method.parametrization else ():
+            module, name = layer.module, layer.parameter
+            if parametrize.is_parametrized(module, name) and done and any(m is module for m, _, _ in done):
+                continue
+            before: nn.Parameter = module._parameters[name]  # type: ignore[assignment]
+            if method.parametrization == "rotation":
+                rotate(module, name, **settings)
+            elif min(layer.num_neurons, layer.fan_in) > rank and layer.name not in roles.first_convolution:
+                low_rank(module, rank, name, key=layer.name)
+            else:
+                continue
+            done.append((module, name, before))
+    except BaseException:
+        undo()
+        raise
+    if method.parametrization == "low-rank" and not done:
+        raise ValueError(f"rank={rank}: no hidden layer has more than {rank} neurons and inputs; choose a smaller rank")
+    return undo

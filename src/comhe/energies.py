@@ -1,0 +1,178 @@
+"""Hyperspherical energy (Eq. 1 of the paper): Riesz and logarithmic, full and half space, chord and angle.
+
+Pure functions of points. Normalising to the sphere happens here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from comhe.pairs import Pairs, pairs, pull, sphere
+from comhe.products import lift
+
+Distance = Literal["chord", "angle"]
+Reduction = Literal["mean", "sum"]
+
+# Below this squared distance, and where the energy of one pair exceeds this value, the energy goes on as its tangent:
+# finite at duplicates, and still falling as they part.
+_FLOOR = {torch.float32: 1e-8, torch.float64: 1e-16}
+_CEILING = {torch.float32: 1e20, torch.float64: 1e40}
+# The angle has a cusp at the antipode: closer to it than this squared distance it stops changing.
+_CUSP = {torch.float32: 1e-12, torch.float64: 1e-28}
+
+
+@dataclass(frozen=True)
+class Energy:
+    """The energy of points as a function of them, with its settings; `energy` says what they mean."""
+
+    s: float = 2.0
+    half_space: bool = False
+    distance: Distance = "chord"
+    reduction: Reduction = "mean"
+    norm_eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.s >= 0 and self.s != float("inf")):
+            raise ValueError(f"s={self.s}: choose a finite s >= 0 (0 is the logarithmic energy)")
+        if self.distance not in ("chord", "angle"):
+            raise ValueError(f"distance={self.distance!r}: choose 'chord' or 'angle'")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction={self.reduction!r}: choose 'mean' or 'sum'")
+        if not self.norm_eps >= 0:
+            raise ValueError(f"norm_eps={self.norm_eps}: choose 0 or a small positive number")
+
+    def __call__(self, points: Tensor) -> Tensor:
+        """[..., N, D] -> [...]."""
+        points = _checked(points)
+        count = points.shape[-2]
+        if count < 2:
+            return (points * 0.0).sum(dim=(-2, -1))  # no partner: energy 0, gradient zero
+        unit, lacking = sphere(points, self.norm_eps)
+        found = pairs(unit, lacking, points.dtype)
+        near, far = _both_ways(found)
+        each = self._potential(near, far)
+        if self.half_space:
+            each = each + self._potential(far, near)
+        total = _without_self(each).sum(dim=(-2, -1))
+        if self.half_space:
+            total = 2 * (total + self._of_antipodes(lacking.to(points.dtype)))
+        return total if self.reduction == "sum" else total / self._num_ordered_pairs(count)
+
+    def gradient(self, points: Tensor) -> Tensor:
+        """The derivative of `self(points).sum()`, [..., N, D], in closed form; itself differentiable."""
+        points = _checked(points)
+        count = points.shape[-2]
+        if count < 2:
+            return points * 0.0
+        unit, lacking = sphere(points, self.norm_eps)
+        found = pairs(unit, lacking, points.dtype)
+        near, far = _both_ways(found)
+        slope = self._slope(near, far)
+        if self.half_space:
+            slope = slope - self._slope(far, near)
+        # nearest_ij runs against the distance where the partner is on the other side.
+        slope = _without_self(torch.where(found.same_side, slope, -slope))
+        force = 2 * pull(slope, unit, found)
+        force = force - (force * unit).sum(dim=-1, keepdim=True) * unit
+        if self.norm_eps:
+            of_lacking = slope.sum(dim=-1) + slope.sum(dim=-2)
+            if self.half_space:
+                short = 2 * lacking.to(points.dtype)
+                of_lacking = of_lacking - 2 * self._slope(4 - short, short)
+            force = force - 2 * (lacking * of_lacking).unsqueeze(-1) * unit
+        factor = 2.0 if self.half_space else 1.0
+        if self.reduction == "mean":
+            factor /= self._num_ordered_pairs(count)
+        wide = points.to(unit.dtype)
+        alive = (lacking < 1).unsqueeze(-1)
+        square = torch.where(alive, wide, 1.0).square().sum(dim=-1, keepdim=True)
+        return torch.where(alive, factor * force * torch.rsqrt(square + self.norm_eps), 0.0).to(points.dtype)
+
+    def of_cosine(self, cosine: Tensor) -> Tensor:
+        """The energy of one pair at the given cosine; in half space the mean over a pair and its antipode."""
+        near, far = 2 - 2 * cosine, 2 + 2 * cosine
+        value = self._potential(near, far)
+        return (value + self._potential(far, near)) / 2 if self.half_space else value
+
+    def _num_ordered_pairs(self, count: int) -> int:
+        points = 2 * count if self.half_space else count
+        return points * (points - 1)
+
+    def _of_antipodes(self, lacking: Tensor) -> Tensor:
+        """The energies between each of the N points and its own antipode, added up: [..., N] -> [...]."""
+        # Without norm_eps every direction is a full diameter away from its antipode, that of a zero point included.
+        short = 2 * lacking if self.norm_eps else torch.zeros_like(lacking)
+        return self._potential(4 - short, short).sum(dim=-1)
+
+    def _floor(self, dtype: torch.dtype) -> float:
+        floor, ceiling = _FLOOR[dtype], _CEILING[dtype]
+        return max(floor, ceiling ** (-2.0 / self.s)) if self.s > 0 else floor
+
+    def _inside(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clamp(min=self._floor(x.dtype)), y.clamp(min=_CUSP[y.dtype])
+
+    def _potential(self, x: Tensor, y: Tensor) -> Tensor:
+        """f, given the squared chord x and the squared chord y to the antipode; x + y = 4."""
+        inside, y_inside = self._inside(x, y)
+        if self.distance == "angle":
+            z = 2 * torch.atan2(inside.sqrt(), y_inside.sqrt())
+            value = -torch.log(z) if self.s == 0 else z**-self.s
+        elif self.s == 0:
+            value = -0.5 * torch.log(inside)
+        else:
+            value = 1 / inside if self.s == 2 else inside ** (-self.s / 2)
+        return value + self._slope(inside.detach(), y_inside.detach()) * (x - inside)
+
+    def _slope(self, x: Tensor, y: Tensor) -> Tensor:
+        """df/dx along x + y = 4."""
+        x, y = self._inside(x, y)
+        if self.distance == "angle":
+            z = 2 * torch.atan2(x.sqrt(), y.sqrt())
+            slope = -1 / z if self.s == 0 else -self.s * z ** (-self.s - 1)
+            return slope * torch.rsqrt(x * y)
+        if self.s == 0:
+            return -0.5 / x
+        return (-self.s / 2) * x ** (-self.s / 2 - 1)
+
+
+def _checked(points: Tensor) -> Tensor:
+    if points.ndim < 2 or points.shape[-1] == 0 or not points.is_floating_point():
+        raise ValueError(
+            f"points of shape {tuple(points.shape)} and type {points.dtype}: give real floating-point [..., N, D], D >= 1"
+        )
+    return lift(points)
+
+
+def _both_ways(found: Pairs) -> tuple[Tensor, Tensor]:
+    """Squared chords of each pair and of the pair with one point turned to its antipode."""
+    rest = 4 - found.nearest
+    return torch.where(found.same_side, found.nearest, rest), torch.where(found.same_side, rest, found.nearest)
+
+
+def _without_self(each: Tensor) -> Tensor:
+    return torch.where(torch.eye(each.shape[-1], dtype=torch.bool, device=each.device), 0.0, each)
+
+
+def energy(
+    points: Tensor,
+    s: float = 2.0,
+    *,
+    half_space: bool = False,
+    distance: Distance = "chord",
+    reduction: Reduction = "mean",
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """The energy of the directions of `points` [..., N, D] -> [...], zero for a single point.
+
+    With z the distance of two directions, f(z) = z^-s for s > 0 and -log z for s = 0; "sum" adds f over all ordered
+    pairs i != j (Eq. 1), "mean" divides by their number N (N - 1). `distance` is the chord |a - b| or the angle in
+    radians. `half_space` takes the 2N points +-w_i, antipodes included (Appendix B). float64 is computed and returned
+    in float64, every lower precision in float32. A zero point counts as orthogonal to all others, with gradient zero;
+    duplicates have a finite energy. `norm_eps` is added to squared norms as in the reference code, which makes the
+    energy depend on scale: leave it 0.
+    """
+    return Energy(s, half_space, distance, reduction, norm_eps)(points)

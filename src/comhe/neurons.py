@@ -1,0 +1,202 @@
+"""How a module's weights hold neurons: for each kind of module, [..., N, D] with a neuron in each row.
+
+A leading dimension separates sets between which angles mean nothing: groups of a convolution, experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize
+
+Arrange = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class View:
+    """One set of neurons inside one weight."""
+
+    arrange: Arrange
+    part: str = ""  # names the part of a fused weight: "q", "forget"
+    factor: str = ""  # the factor of a low-rank parametrization, regularised in place of the weight
+    taps: int = 1
+    unless_named: str = ""  # why the set is left alone unless asked for by name
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Neurons of a model: a module, the name of its weight, and how that weight holds them."""
+
+    name: str
+    module: nn.Module
+    parameter: str
+    view: View
+    num_neurons: int = field(init=False)
+    fan_in: int = field(init=False)
+    num_groups: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        with torch.no_grad():
+            shape = self.read().shape
+        object.__setattr__(self, "num_neurons", shape[-2])
+        object.__setattr__(self, "fan_in", shape[-1])
+        object.__setattr__(self, "num_groups", math.prod(shape[:-2]))
+
+    @property
+    def taps(self) -> int:
+        return self.view.taps
+
+    def read(self) -> Tensor:
+        """The neurons [..., N, D] as the weight has them now, differentiable in the module's parameters."""
+        if self.view.factor:
+            return read_factors(self.module, self.parameter)[self.view.factor]
+        return self.view.arrange(read_weight(self.module, self.parameter))
+
+    @property
+    def device(self) -> torch.device:
+        return self.leaves()[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaves()[0].dtype
+
+    def leaves(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that the neurons are computed from."""
+        return tuple(originals(self.module, self.parameter))
+
+
+def read_weight(module: nn.Module, name: str) -> Tensor:
+    """The weight, once; a parametrized one is computed in eval mode, so that no buffer moves (spectral norm)."""
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name)  # type: ignore[no-any-return]
+    parametrizations: nn.Module = module.parametrizations[name]  # type: ignore[index, assignment, unused-ignore]
+    training = [part for part in parametrizations.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        weight: Tensor = parametrizations()
+    finally:
+        for part in training:
+            part.training = True
+    return weight
+
+
+def read_factors(module: nn.Module, name: str) -> dict[str, Tensor]:
+    """The factors {name: [N, D]} of a weight parametrized by them, {} for any other."""
+    if parametrize.is_parametrized(module, name):
+        chain = module.parametrizations[name]  # type: ignore[index, union-attr, unused-ignore]
+        factors = getattr(chain[0], "factors", None)
+        if factors is not None:
+            return factors(*originals(module, name))  # type: ignore[no-any-return]
+    return {}
+
+
+def originals(module: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    if not parametrize.is_parametrized(module, name):
+        yield getattr(module, name)
+        return
+    yield from module.parametrizations[name].parameters(recurse=False)  # type: ignore[index, union-attr]
+
+
+def views(module: nn.Module, name: str, weight: Tensor) -> list[View]:
+    """The sets of neurons in weight `name` of `module`; none where it holds no neurons (biases, norms)."""
+    if factors := read_factors(module, name):
+        return [View(lambda w: w, part=factor, factor=factor) for factor in factors]
+    if weight.ndim < 2:
+        return []
+    for kind, describe in _KINDS:
+        if isinstance(module, kind):
+            return describe(module, name, weight)
+    return _of_unknown(module, name, weight)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    return weight.flatten(1)
+
+
+def _columns(weight: Tensor) -> Tensor:
+    return weight.mT
+
+
+def columns_view() -> View:
+    """A weight stored [in, out]: each column is a neuron."""
+    return View(_columns)
+
+
+def _of_rows(module: nn.Module, name: str, weight: Tensor) -> list[View]:
+    return [View(_rows)]
+
+
+def _of_convolution(module: nn.Module, name: str, weight: Tensor) -> list[View]:
+    assert isinstance(module, _ConvNd)
+    taps, groups = math.prod(module.kernel_size), module.groups
+    if isinstance(module, _ConvTransposeNd):  # weight [in, out / groups, taps...]
+
+        def arrange(w: Tensor) -> Tensor:
+            by_group = w.reshape(groups, -1, *w.shape[1:]).transpose(1, 2).flatten(2)
+            return by_group.squeeze(0) if groups == 1 else by_group
+
+    else:  # weight [out, in / groups, taps...]
+
+        def arrange(w: Tensor) -> Tensor:
+            return w.flatten(1) if groups == 1 else w.reshape(groups, -1, w[0].numel())
+
+    if groups > 1 and module.out_channels == groups:
+        reason = "depthwise: one filter a channel, and filters of different channels are not comparable"
+        return [View(lambda w: arrange(w).squeeze(-2), taps=taps, unless_named=reason)]
+    return [View(arrange, taps=taps)]
+
+
+def _split(parts: tuple[str, ...]) -> list[View]:
+    def select(index: int) -> Arrange:
+        return lambda w: w.unflatten(0, (len(parts), -1))[index]
+
+    return [View(select(i), part=part) for i, part in enumerate(parts)]
+
+
+def _of_attention(module: nn.Module, name: str, weight: Tensor) -> list[View]:
+    if name == "in_proj_weight":
+        return _split(("q", "k", "v"))
+    return [View(_rows)] if name in ("q_proj_weight", "k_proj_weight", "v_proj_weight") else []
+
+
+_GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new")}
+
+
+def _of_recurrent(module: nn.Module, name: str, weight: Tensor) -> list[View]:
+    if name.startswith("weight_hr"):  # an LSTM's projection
+        return [View(_rows)]
+    kind = str(getattr(module, "mode", type(module).__name__.removesuffix("Cell")))
+    return _split(_GATES[kind]) if kind in _GATES else [View(_rows)]
+
+
+_KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], Callable[..., list[View]]], ...] = (
+    (_ConvNd, _of_convolution),
+    (nn.MultiheadAttention, _of_attention),
+    ((nn.RNNBase, nn.RNNCellBase), _of_recurrent),
+    ((nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag), _of_rows),
+)
+
+_SIZES = (("in_features", "out_features"), ("in_channels", "out_channels"), ("nx", "nf"))
+
+
+def _of_unknown(module: nn.Module, name: str, weight: Tensor) -> list[View]:
+    """Layers outside torch by their stated sizes; any other parameter is left alone unless asked for by name."""
+    if name == "weight" and weight.ndim == 2:
+        for fan_in, fan_out in _SIZES:
+            sizes = getattr(module, fan_in, None), getattr(module, fan_out, None)
+            if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
+                if tuple(weight.shape) == (sizes[1], sizes[0]):
+                    return [View(_rows)]
+                if tuple(weight.shape) == sizes:
+                    return [View(_columns)]
+    if weight.ndim > 3:
+        return []
+    square = weight.ndim == 2 and weight.shape[0] == weight.shape[1]
+    reason = "a raw parameter, read row by row" + ("; square, so its orientation is a guess" if square else "")
+    return [View(lambda w: w, unless_named=reason)]

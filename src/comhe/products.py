@@ -1,0 +1,85 @@
+"""The one place where matrices are multiplied: full float32 (or float64), whatever the ambient precision.
+
+A TF32 flag set inside `forward` does not reach a compiled graph, and autocast sends even float32 operands back to half
+precision. So the product is a custom op that sets both when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def lift(tensor: Tensor) -> Tensor:
+    """The tensor in the precision of computation: float64 stays, everything lower becomes float32."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest type of the device, for the few operations that float32 cannot hold (Apple's MPS has no float64)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Autocast off and no TF32 or bfloat16 inside float32 products, for the duration."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+@contextmanager
+def no_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Autocast off on the devices of these tensors."""
+    with ExitStack() as stack:
+        for kind in sorted({tensor.device.type for tensor in tensors}):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@torch.library.custom_op("comhe::product", mutates_args=())
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with full_precision(a.device):
+        return torch.matmul(a, b)
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a, b)
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    a, b = ctx.saved_tensors
+    wants_a, wants_b = ctx.needs_input_grad
+    return (
+        product(grad, b.mT).sum_to_size(a.shape) if wants_a else None,
+        product(a.mT, grad).sum_to_size(b.shape) if wants_b else None,
+    )
+
+
+_product.register_autograd(_product_backward, setup_context=_keep_operands)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for [..., n, k] and [..., k, m], leading dimensions broadcast, differentiable to any order.
+
+    Two types are multiplied in the wider of both, at least float32.
+    """
+    dtype = torch.promote_types(lift(a).dtype, lift(b).dtype)
+    result: Tensor = _product(a.to(dtype), b.to(dtype))
+    return result

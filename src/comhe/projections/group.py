@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from comhe.projections._base import Basis, Layer, Map, Projection, at_least_one
+from comhe.random import Stream
+
+
+@dataclass(frozen=True)
+class Group(Projection):
+    """Group CoMHE: P_c keeps the weights of one group of input channels, runs of `channels` by default.
+
+    `stochastic` draws the groups anew each time. A last, smaller group holds what remains of the channels; each group
+    counts alike.
+    """
+
+    channels: int = 8
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        at_least_one(channels=self.channels)
+
+    def basis_key(self, layer: Layer) -> Hashable:
+        return layer.fan_in, layer.taps
+
+    def draw(self, layer: Layer, stream: Stream) -> Basis:
+        num_channels = layer.fan_in // layer.taps
+        order = (
+            stream.permutation(num_channels) if self.stochastic else torch.arange(num_channels, device=stream.device)
+        )
+        columns = order.unsqueeze(-1) * layer.taps + torch.arange(layer.taps, device=stream.device)
+        whole = num_channels // self.channels * self.channels
+        parts = (columns[:whole].view(-1, self.channels * layer.taps), columns[whole:].view(1, -1))
+        return tuple(part for part in parts if part.numel())
+
+    def maps(self, basis: Basis) -> tuple[Map, ...]:
+        num_groups = sum(len(columns) for columns in basis)
+        return tuple(Map(columns=columns, share=len(columns) / num_groups) for columns in basis)

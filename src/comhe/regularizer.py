@@ -1,0 +1,243 @@
+"""The stateful shell: `forward` computes and changes nothing, `advance` changes and computes no loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comhe.bases import Bases, noise
+from comhe.discovery import Selection
+from comhe.energies import Energy
+from comhe.explain import Explanation, explain
+from comhe.names import nearest
+from comhe.neurons import Layer
+from comhe.plan import Group, make_plan
+from comhe.products import lift, no_autocast, widest
+from comhe.projections import Basis, Projection
+from comhe.rules import RedrawEvery, Rule, view_weights
+
+
+class Regularizer(nn.Module):
+    """The regularization of a model: add `reg()` to the loss, call `reg.advance()` after each optimizer step.
+
+    rules: a projection (one rule, of which `settings` are the other fields), a rule, or several: first match wins.
+    include, exclude, columns: see `discover`.
+    seed: fixes every basis, together with the round.
+    redraw_every: rounds between two draws of a basis, None for never; "auto" leaves it to each projection.
+    shared: layers of equal fan-in share a basis, as in the paper; False gives each its own.
+    lr: the network's learning rate, for projections that use it; `advance(lr=...)` follows a schedule.
+    jitter: relative noise that parts exact duplicates, drawn anew each round; 0 leaves the weights as they are.
+    serves: restricts the layers without changing their bases, as `attach` does to those of its optimizer.
+    notes: remarks that `explain()` repeats.
+
+    The model is not changed and nothing is registered on it. Bases follow the weights' devices, and are float64 where
+    the weights are. Several layers on several devices are computed where they are.
+    """
+
+    _lr: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rules: Projection | Rule | Sequence[Rule],
+        *,
+        include: Selection | None = None,
+        exclude: Selection | None = None,
+        columns: str | Sequence[str] = (),
+        seed: int = 0,
+        redraw_every: RedrawEvery = "auto",
+        shared: bool = True,
+        lr: float | None = None,
+        jitter: float = 0.0,
+        serves: Callable[[Layer], bool] | None = None,
+        notes: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if not jitter >= 0:
+            raise ValueError(f"jitter={jitter}: choose 0 or a small positive number")
+        self.plan = make_plan(
+            model,
+            _as_rules(rules, settings),
+            include=include,
+            exclude=exclude,
+            columns=columns,
+            redraw_every=redraw_every,
+            shared=shared,
+            serves=serves,
+        )
+        self.notes = notes or {}
+        self._jitter = jitter
+        self._bases = Bases(self.plan, seed)
+        device = self._bases.twin.device
+        self._lr_known = lr is not None or not any(g.projection.uses_lr for g in self.plan.groups)
+        self.register_buffer("_lr", torch.tensor(lr or 0.0, dtype=widest(device), device=device), persistent=False)
+        self._schedules = [rule.weight for rule in self.plan.rules]
+        for index in range(len(self.plan.rules)):
+            self.register_buffer(f"_weight_{index}", torch.zeros_like(self._lr), persistent=False)
+        with torch.no_grad():
+            self._write_weights()
+            self._view_weights = [
+                [view_weights(group.rule, lift(layer.read()), self._bases.basis(i)) for layer in group.layers]
+                for i, group in enumerate(self.plan.groups)
+            ]
+
+    def forward(self) -> Tensor:
+        """The weighted sum over layers: a 0-d tensor on the device of the first layer."""
+        if not self._lr_known:
+            raise ValueError(
+                "a projection takes the network's learning rate: give Regularizer(lr=...) or advance(lr=...)"
+            )
+        device = self._bases.twin.device
+        total = torch.zeros((), device=device)
+        for index, group in enumerate(self.plan.groups):
+            if not self._silent[group.rule_index]:
+                value = self._value(index, group)
+                weight: Tensor = getattr(self, f"_weight_{group.rule_index}")
+                total = total + weight.to(device, value.dtype) * value.to(device)
+        return total
+
+    def _value(self, index: int, group: Group) -> Tensor:
+        """The energies of the layers that share a basis, added up."""
+        neurons = [self._neurons(layer) for layer in group.layers]
+        home = neurons[0].device
+        with no_autocast(neurons):
+            basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
+            together = [n.to(home) for n in neurons]
+            rate = self._lr.to(home, neurons[0].dtype)
+            basis = group.projection.refine(basis, together, group.rule.energy, rate)
+            total = torch.zeros((), dtype=neurons[0].dtype, device=home)
+            for layer_neurons, weights in zip(neurons, self._view_weights[index], strict=True):
+                views = group.projection.views(layer_neurons, tuple(b.to(layer_neurons.device) for b in basis))
+                for view, weight in zip(views, weights, strict=True):
+                    total = total + weight * group.rule.over_sets(group.rule.aggregated(group.rule.objective(view))).to(
+                        home
+                    )
+            return total
+
+    def _neurons(self, layer: Layer) -> Tensor:
+        neurons = lift(layer.read())
+        if self._jitter:
+            size = neurons.detach().square().mean(dim=-1, keepdim=True).sqrt()
+            neurons = neurons + self._jitter * size * noise(self._bases.seed, layer, self._bases.twin, neurons)
+        return neurons
+
+    @torch.no_grad()
+    def energies(self, s: float | None = None, half_space: bool | None = None) -> dict[str, Tensor]:
+        """The energy of each layer without projection, as its rule has it unless `s` or `half_space` say otherwise."""
+        found = {}
+        for group in self.plan.groups:
+            rule = group.rule
+            energy = Energy(
+                rule.s if s is None else s,
+                rule.half_space if half_space is None else half_space,
+                rule.distance,
+                rule.reduction,
+            )
+            for layer in group.layers:
+                neurons = lift(layer.read())
+                with no_autocast([neurons]):
+                    found[layer.name] = rule.over_sets(energy(neurons))
+        return {layer.name: found[layer.name] for layer in self.layers}
+
+    def explain(self) -> Explanation:
+        """Which layers, their sizes, bases and strengths, and what was left out and why: print it."""
+        return explain(self.plan, self.notes)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return self.plan.layers
+
+    @property
+    def round(self) -> int:
+        """Optimizer steps gone by. After an `advance` inside a captured graph, reading it waits for the device."""
+        return self._bases.round
+
+    @torch.no_grad()
+    def advance(self, lr: float | Tensor | None = None, *, skipped: Tensor | None = None) -> None:
+        """Go to the next round: redraw and move bases, follow schedules.
+
+        `lr` is the network's learning rate now. `skipped`, of one element, is not 0 where the optimizer skipped its
+        step (a gradient scaler met an overflow): the round then stays, and the host need not know.
+        """
+        self._follow_weights()
+        if lr is not None:
+            self._lr.copy_(torch.as_tensor(lr))
+            self._lr_known = True
+        self._bases.advance(self._lr, skipped)
+        self._write_weights()
+
+    @torch.no_grad()
+    def set_weight(self, weight: float, rule: int | str = 0) -> None:
+        """Change the strength of a rule, given by its place or its name; a schedule ends thereby."""
+        labels = {rule.name or str(i): i for i, rule in enumerate(self.plan.rules)}
+        if str(rule) not in labels:
+            raise ValueError(f"no rule {rule!r}{nearest(str(rule), labels)}")
+        index = labels[str(rule)]
+        self._schedules[index] = weight
+        self._write_weights()
+
+    def _write_weights(self) -> None:
+        # Forward reads this and no number: a weight that changes must not recompile it.
+        self._silent = [not callable(weight) and weight == 0 for weight in self._schedules]
+        for index, weight in enumerate(self._schedules):
+            value = weight(self._bases.twin) if callable(weight) else weight
+            getattr(self, f"_weight_{index}").copy_(torch.as_tensor(value))
+
+    def _follow_weights(self) -> None:
+        self._bases.follow_weights()
+        for name, tensor in self._buffers.items():
+            if tensor is not None and tensor.device != self._bases.twin.device:
+                self._buffers[name] = tensor.to(self._bases.twin.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Regularizer:
+        """Bases follow the weights, not `.to()`: those of a model turned to bfloat16 stay float32."""
+        self._follow_weights()
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "seed": self._bases.seed,
+            "layers": self._layers_by_address(),
+            "learned": self._bases.learned(),
+        }
+
+    @torch.no_grad()
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        _compare(state["layers"], self._layers_by_address())
+        self._follow_weights()
+        self._bases.restore(state["seed"], state["round"], state["learned"])
+        self._write_weights()
+
+    def _layers_by_address(self) -> dict[str, list[str]]:
+        return {group.address: [layer.name for layer in group.layers] for group in self.plan.groups}
+
+
+def _as_rules(rules: Projection | Rule | Sequence[Rule], settings: dict[str, Any]) -> list[Rule]:
+    if isinstance(rules, Projection):
+        return [Rule(projection=rules, **settings)]
+    if settings:
+        raise TypeError(f"{', '.join(settings)}: settings of a rule belong into Rule(...) where rules are given")
+    return [rules] if isinstance(rules, Rule) else list(rules)
+
+
+def _compare(saved: dict[str, list[str]], here: dict[str, list[str]]) -> None:
+    def flat(layers: dict[str, list[str]]) -> dict[str, str]:
+        return {name: address for address, names in layers.items() for name in names}
+
+    old, new = flat(saved), flat(here)
+    differences = [
+        *(f"{name} is missing here" for name in sorted(old.keys() - new.keys())),
+        *(f"{name} is not in the saved state" for name in sorted(new.keys() - old.keys())),
+        *(
+            f"{name} had basis {old[name]} and has {new[name]}"
+            for name in sorted(old.keys() & new.keys())
+            if old[name] != new[name]
+        ),
+    ]
+    if differences:
+        raise ValueError(f"the saved state is of other layers: {'; '.join(differences)}")

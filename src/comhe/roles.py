@@ -1,0 +1,70 @@
+"""Which layer is the classifier and which the first convolution: the paper treats both apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from comhe.discovery import layer_name, named_modules, unwrapped
+from comhe.names import nearest
+from comhe.neurons import Layer
+
+Classifier = nn.Module | str | Literal[False] | None
+
+
+class Roles(NamedTuple):
+    classifier: frozenset[str]  # names of layers
+    first_convolution: frozenset[str]
+    notes: dict[str, str]
+
+
+def find_roles(model: nn.Module, layers: Sequence[Layer], classifier: Classifier) -> Roles:
+    """`classifier` is a module, a layer's name, False for none, or None to look for it."""
+    found, why = _find_classifier(model, layers, classifier)
+    first = next((layer for layer in layers if isinstance(layer.module, _ConvNd)), None)
+    notes = {"classifier": f"{', '.join(sorted(found)) or 'none'} ({why})"}
+    if first is not None:
+        notes["first convolution"] = f"{first.name} (not projected)"
+    return Roles(found, frozenset({first.name} if first else ()), notes)
+
+
+def _find_classifier(model: nn.Module, layers: Sequence[Layer], given: Classifier) -> tuple[frozenset[str], str]:
+    if given is False:
+        return frozenset(), "classifier=False"
+    if isinstance(given, str):
+        names = frozenset(layer.name for layer in layers if given in (layer.name, _whole(layer)))
+        if not names:
+            raise ValueError(f"classifier={given!r} is no layer{nearest(given, [layer.name for layer in layers])}")
+        return names, "named"
+    if given is not None:
+        names = _within(given, layers)
+        if not names:
+            raise ValueError(
+                f"classifier={type(given).__name__}(...) holds no layer of the model: give one of its modules"
+            )
+        return names, "given"
+    inner = unwrapped(model)
+    for method in ("get_output_embeddings", "get_classifier"):
+        if callable(getattr(inner, method, None)):
+            head = getattr(inner, method)()
+            if isinstance(head, nn.Module):
+                return _within(head, layers) or _tied(head, model), f"the model's {method}()"
+    last = layers[-1] if layers else None
+    return frozenset({last.name} if last else ()), "the last layer"
+
+
+def _within(module: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
+    inside = {id(part) for part in module.modules()}
+    return frozenset(layer.name for layer in layers if id(layer.module) in inside)
+
+
+def _tied(head: nn.Module, model: nn.Module) -> frozenset[str]:
+    """A head whose weight counts elsewhere is named all the same; there is nothing of its own to leave out."""
+    return frozenset(layer_name(name, "weight") for name, module in named_modules(model) if module is head)
+
+
+def _whole(layer: Layer) -> str:
+    return layer.name.removesuffix(f".{layer.view.part}") if layer.view.part else layer.name
