@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +19,11 @@ from comhe.methods import find_method
 from comhe.neurons import Layer
 from comhe.regularizer import Regularizer
 
-# Every parameter that some attachment serves, and the name of its layer.
+# Every parameter that some attachment serves, and a weak reference to that attachment.
 _attached = WeakIdKeyDictionary()
+
+# A weight can be seen to move where its update exceeds this many units in its last place, whatever the optimizer.
+_VISIBLE = 100
 
 
 class _Probe(NamedTuple):
@@ -27,7 +32,8 @@ class _Probe(NamedTuple):
     layer: str
     parameter: Tensor
     value: Tensor
-    grad_without_ours: Tensor | None
+    without_ours: Tensor | None
+    with_ours: Tensor
 
 
 class Attachment:
@@ -43,29 +49,36 @@ class Attachment:
             for leaf in layer.leaves():
                 if id(leaf) in owned:
                     self._leaves[id(leaf)] = (layer.name, leaf)
-        for name, leaf in self._leaves.values():
-            if leaf in _attached:
-                raise ValueError(f"{name} is attached already: detach() the first attachment before a second one")
+        _refuse_attached(self._leaves.values())
         self.value = torch.full((), float("nan"), device=regularizer.layers[0].device)
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._probe: _Probe | None = None
         self._is_checked = False
+        self._is_stepping = False
         self._hooks: list[RemovableHandle] = []
-        self._extra_group: dict[str, Any] | None = None
+        self._adopted: set[int] = set()
 
     def register(self) -> None:
-        bases = [p for p in self.regularizer.parameters() if id(p) not in _parameters(self.optimizer)]
-        if bases:
-            self.optimizer.add_param_group({"params": bases})
-            self._extra_group = self.optimizer.param_groups[-1]
-        for name, leaf in self._leaves.values():
-            _attached[leaf] = name
+        self._adopt_bases()
+        for _, leaf in self._leaves.values():
+            _attached[leaf] = weakref.ref(self)
         for parameter in self.regularizer.parameters():
             self._leaves[id(parameter)] = ("the learned basis", parameter)
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
         ]
+
+    def _adopt_bases(self) -> None:
+        """Learned bases join the group of the first layer: a group more would break schedulers that exist already."""
+        owned = _parameters(self.optimizer)
+        group = next(g for g in self.optimizer.param_groups if any(id(p) in self._leaves for p in g["params"]))
+        for name, parameter in self.regularizer.named_parameters():
+            if id(parameter) not in owned:
+                group["params"].append(parameter)
+                if "param_names" in group:
+                    group["param_names"].append(name)
+                self._adopted.add(id(parameter))
 
     def detach(self) -> None:
         """Undo the attachment; the optimizer is as it was. Calling it again does nothing."""
@@ -74,12 +87,15 @@ class Attachment:
         self._hooks = []
         for _, leaf in self._leaves.values():
             _attached.pop(leaf, None)
-        if self._extra_group is not None:
-            for parameter in self._extra_group["params"]:
+        for group in self.optimizer.param_groups if self._adopted else ():
+            kept = [i for i, parameter in enumerate(group["params"]) if id(parameter) not in self._adopted]
+            for words in ("params", "param_names"):
+                if words in group:
+                    group[words][:] = [group[words][i] for i in kept]
+        for parameter in self.regularizer.parameters():
+            if id(parameter) in self._adopted:
                 self.optimizer.state.pop(parameter, None)
-            groups = self.optimizer.param_groups
-            groups[:] = [group for group in groups if group is not self._extra_group]
-            self._extra_group = None
+        self._adopted = set()
         self._gradients, self._leaves = [], {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,11 +109,14 @@ class Attachment:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._is_stepping:  # a subclass that calls super().step() runs the hooks twice
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self.decoupled or closure is None:
             self._compute()
             if not self.decoupled:
                 self._add()
+            self._is_stepping = True
             return None
 
         # The closure zeroes gradients and fills them anew: ours come after it, each time it is called.
@@ -107,17 +126,20 @@ class Attachment:
             self._add()
             return loss
 
+        self._is_stepping = True
         if len(args) > 1:
             return (args[0], with_penalty, *args[2:]), kwargs
         return args, {**kwargs, "closure": with_penalty}
 
     def _compute(self) -> None:
+        self.regularizer.set_lr(self._rates()[next(iter(self._leaves))])
         leaves = [leaf for _, leaf in self._leaves.values() if leaf.requires_grad]
         with torch.enable_grad():
             value = self.regularizer()
             gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
             if value.requires_grad:
                 gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+        self.value = self.value.to(value.device)  # where the model has moved meanwhile
         self.value.copy_(value.detach())
         self._gradients = [(leaf, g) for leaf, g in zip(leaves, gradients, strict=True) if g is not None]
 
@@ -125,55 +147,69 @@ class Attachment:
     def _add(self) -> None:
         # A fused optimizer under a gradient scaler holds scaled gradients still, and divides by this itself.
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        self._watch()
+        probed = self._probed()
         for leaf, gradient in self._gradients:
-            if scale is not None:
-                gradient = gradient * scale.to(gradient.device, gradient.dtype)
-            if leaf.grad is None:
+            without = None if leaf.grad is None or leaf is not probed else leaf.grad.clone()
+            if scale is not None:  # in float32: the scale itself may be above what half precision holds
+                gradient = (
+                    gradient.to(torch.promote_types(gradient.dtype, scale.dtype)) * scale.to(gradient.device)
+                ).to(gradient.dtype)
+            if leaf.grad is None or id(leaf) in self._adopted:  # nobody else zeroes the gradient of a basis
                 leaf.grad = gradient.clone()
             elif leaf.grad.is_sparse:
                 leaf.grad = leaf.grad.to_dense().add_(gradient)
             else:
                 leaf.grad.add_(gradient)
+            if leaf is probed:
+                self._probe = _Probe(self._leaves[id(leaf)][0], leaf, leaf.detach().clone(), without, leaf.grad.clone())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        if self.decoupled:
-            for leaf, gradient in self._gradients:
-                step = gradient * rates[id(leaf)]
-                if overflow is not None:
-                    step = torch.where(overflow.to(step.device) == 0, step, 0.0)
-                leaf.sub_(step)
-        elif overflow is None:
-            self._check_arrival(rates)
-        self._gradients = []
-        first = next(iter(self._leaves))
-        self.regularizer.advance(lr=rates[first], skipped=overflow)
-
-    def _watch(self) -> None:
-        self._probe = None
-        if self._is_checked or in_graph() or not self._gradients:
+        if not self._is_stepping:
             return
-        for leaf, gradient in sorted(self._gradients, key=lambda pair: pair[0].numel()):
-            if bool(gradient.any()):
-                without = None if leaf.grad is None else leaf.grad.detach().clone()
-                self._probe = _Probe(self._leaves[id(leaf)][0], leaf, leaf.detach().clone(), without)
-                return
+        self._is_stepping = False
+        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+        rates = self._rates()
+        for leaf, gradient in self._gradients if self.decoupled else ():
+            step = gradient * rates[id(leaf)]
+            if overflow is not None:
+                step = torch.where(overflow.to(step.device) == 0, step, 0.0)
+            leaf.sub_(step)
+        if self._probe is not None:
+            self._check_arrival(self._probe, rates, overflow)
+        self._gradients, self._probe = [], None
+        self.regularizer.advance(skipped=overflow)
 
-    def _check_arrival(self, rates: dict[int, Any]) -> None:
+    def _rates(self) -> dict[int, Any]:
+        return {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _probed(self) -> Tensor | None:
+        """The smallest weight that gets a gradient from us, until one has been seen to arrive."""
+        if self._is_checked or in_graph():
+            return None
+        rates = self._rates()
+        for leaf, gradient in sorted(self._gradients, key=lambda pair: pair[0].numel()):
+            if rates[id(leaf)] != 0 and bool(gradient.any()):
+                return leaf
+        return None
+
+    def _check_arrival(self, probe: _Probe, rates: dict[int, Any], overflow: Tensor | None) -> None:
         """Once: the step has moved the parameter, with a gradient that still held our part."""
-        probe, self._probe = self._probe, None
-        if probe is None or float(rates[id(probe.parameter)]) == 0:
+        if overflow is not None and bool(overflow):
+            return
+        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
+        update = (probe.with_ours if scale is None else probe.with_ours / scale).abs().clamp(max=1) * float(
+            rates[id(probe.parameter)]
+        )
+        if torch.equal(probe.parameter, probe.value):
+            if bool((update > _VISIBLE * torch.finfo(probe.value.dtype).eps * probe.value.abs()).any()):
+                self._fail(probe.layer, "the step did not move its weight")
             return
         self._is_checked = True
-        grad = probe.parameter.grad
-        if torch.equal(probe.parameter, probe.value):
-            self._fail(probe.layer, "the step did not move its weight")
-        if probe.grad_without_ours is not None and grad is not None and not grad.is_sparse:
-            if torch.equal(grad, probe.grad_without_ours.to_dense()):
+        without, grad = probe.without_ours, probe.parameter.grad
+        if without is not None and grad is not None and not torch.equal(probe.with_ours, without.to_dense()):
+            if torch.equal(grad.to_dense(), without.to_dense()):
                 self._fail(probe.layer, "the gradient was taken away again before the update")
 
     def _fail(self, layer: str, why: str) -> None:
@@ -220,9 +256,19 @@ def attach(
     return attachment
 
 
+def _refuse_attached(leaves: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def taken() -> list[str]:
+        return [name for name, leaf in leaves if leaf in _attached and _attached[leaf]() is not None]
+
+    if taken():
+        gc.collect()  # an optimizer that nobody holds any more, and its attachment, refer to each other
+    for name in taken():
+        raise ValueError(f"{name} is attached already: detach() the first attachment before a second one")
+
+
 def _innermost(optimizer: Any) -> Optimizer:
     """The optimizer inside wrappers that keep it as `.optimizer`."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer={type(optimizer).__name__}: give a torch.optim.Optimizer")

@@ -87,7 +87,7 @@ class Bases(nn.Module):
     def _moved(self, index: int, group: Group, lr: Tensor) -> Basis:
         home = group.layers[0].device
         neurons = [layer.read().to(home) for layer in group.layers]
-        with no_autocast(neurons):
+        with no_autocast(home):
             lifted = [lift(n) for n in neurons]
             rate = lr.to(home, lifted[0].dtype)
             return group.projection.advance(self.basis(index), lifted, group.rule.energy, rate)

@@ -94,8 +94,8 @@ def _with_antipodes(num_points: int, mean: float, pair: Energy) -> float:
 def _mean_of_chord(dim: int, s: float) -> float:
     n = dim - 1
     if s == 0:
-        psi = torch.digamma(torch.tensor([n, n / 2], dtype=torch.float64)).tolist()
-        return -math.log(2) + (psi[0] - psi[1]) / 2
+        psi = torch.digamma(torch.tensor([n, n / 2], dtype=torch.float64))
+        return float(psi[0] - psi[1]) / 2 - math.log(2)
     log_mean = _log_gamma_ratio(n, s / 2) - _log_gamma_ratio(n / 2, s / 2) - s * math.log(2)
     return math.exp(log_mean) if log_mean < 709 else math.inf
 
@@ -149,17 +149,15 @@ def _by_moments(num_points: int, dim: int, pair: Energy) -> float:
 def _convex_hull(num_points: int, pair: Energy) -> float:
     """The largest convex function below the energy of an angle, at the mean cosine of a simplex."""
     s, mean = pair.s, -1 / (num_points - 1)
-    # Left of one point h lies above the line from (-1, h(-1)) that touches it there; that point is left of cos 1.
-    left, right = (
-        1.0,
-        math.pi,
-    )  # the touching angle is between: the slope of h exceeds that of the line on the left
+    # h is concave at first, then convex. The tangent from (-1, h(-1)) touches it at an angle of 1 to pi, found by
+    # halving: the curve is steeper than the line to it at smaller angles.
+    smaller, larger = 1.0, math.pi
     for _ in range(80):
-        theta = (left + right) / 2
+        theta = (smaller + larger) / 2
         of_curve = 1 / (theta * math.tan(theta / 2))
         of_line = math.log(math.pi / theta) if s == 0 else -math.expm1(s * math.log(theta / math.pi)) / s
-        left, right = (theta, right) if of_curve > of_line else (left, theta)
-    touching = math.cos(left)
+        smaller, larger = (theta, larger) if of_curve > of_line else (smaller, theta)
+    touching = math.cos(smaller)
     if mean >= touching:
         return _at(pair, mean)
     start = _at(pair, -1.0)

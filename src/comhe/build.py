@@ -61,7 +61,7 @@ def build(
     weight = method.classifier_weight if classifier_weight is None else classifier_weight
 
     hidden = [layer for layer in layers if layer.name not in roles.classifier]
-    undo = _parametrize(method, hidden, roles, sorted_settings["parametrization"])
+    undo = _parametrize(method, hidden, roles, regularizer.get("seed", 0), sorted_settings["parametrization"])
     try:
         rules = _rules(sorted_settings["rule"], projection, layers, roles, weight, small_fan_in)
         if weight == 0:
@@ -113,27 +113,28 @@ def _rules(
     ]
 
 
-def _parametrize(method: Method, hidden: Sequence[Layer], roles: Roles, settings: dict[str, Any]) -> Callable[[], None]:
+def _parametrize(
+    method: Method, hidden: Sequence[Layer], roles: Roles, seed: int, settings: dict[str, Any]
+) -> Callable[[], None]:
     """Parametrize hidden layers as the method has it; the function returned takes that back."""
-    done: list[tuple[nn.Module, str, nn.Parameter]] = []
+    done: list[tuple[nn.Module, str, dict[str, nn.Parameter | None]]] = []
 
     def undo() -> None:
-        for module, name, parameter in reversed(done):
+        for module, name, before in reversed(done):
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
             delattr(module, name)
-            module.register_parameter(name, parameter)
+            module._parameters.clear()
+            module._parameters.update(before)
 
     rank = settings.get("rank", 30)
+    weights = {(id(layer.module), layer.parameter): layer for layer in hidden}  # the parts of a fused weight are one
     try:
-        for layer in hidden if method.parametrization else ():
-            module, name = layer.module, layer.parameter
-            if parametrize.is_parametrized(module, name) and done and any(m is module for m, _, _ in done):
-                continue
-            before: nn.Parameter = module._parameters[name]  # type: ignore[assignment]
+        for layer in weights.values() if method.parametrization else ():
+            module, name, before = layer.module, layer.parameter, dict(layer.module._parameters)
             if method.parametrization == "rotation":
                 rotate(module, name, **settings)
             elif min(layer.num_neurons, layer.fan_in) > rank and layer.name not in roles.first_convolution:
-                low_rank(module, rank, name, key=layer.name)
+                low_rank(module, rank, name, seed, key=layer.name)
             else:
                 continue
             done.append((module, name, before))

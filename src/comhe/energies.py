@@ -6,12 +6,12 @@ Pure functions of points. Normalising to the sphere happens here and nowhere els
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from comhe.pairs import Pairs, pairs, pull, sphere
+from comhe.pairs import Pairs, inverse_norms, pairs, pull, sphere
 from comhe.products import lift
 
 Distance = Literal["chord", "angle"]
@@ -48,34 +48,38 @@ class Energy:
     def __call__(self, points: Tensor) -> Tensor:
         """[..., N, D] -> [...]."""
         points = _checked(points)
-        count = points.shape[-2]
-        if count < 2:
+        if points.shape[-2] < 2:
             return (points * 0.0).sum(dim=(-2, -1))  # no partner: energy 0, gradient zero
-        unit, lacking = sphere(points, self.norm_eps)
-        found = pairs(unit, lacking, points.dtype)
-        near, far = _both_ways(found)
-        each = self._potential(near, far)
-        if self.half_space:
-            each = each + self._potential(far, near)
-        total = _without_self(each).sum(dim=(-2, -1))
-        if self.half_space:
-            total = 2 * (total + self._of_antipodes(lacking.to(points.dtype)))
-        return total if self.reduction == "sum" else total / self._num_ordered_pairs(count)
+        value: Tensor = _WithGradient.apply(points, self)  # type: ignore[no-untyped-call]
+        return value
 
     def gradient(self, points: Tensor) -> Tensor:
         """The derivative of `self(points).sum()`, [..., N, D], in closed form; itself differentiable."""
         points = _checked(points)
-        count = points.shape[-2]
-        if count < 2:
+        if points.shape[-2] < 2:
             return points * 0.0
         unit, lacking = sphere(points, self.norm_eps)
-        found = pairs(unit, lacking, points.dtype)
-        near, far = _both_ways(found)
-        slope = self._slope(near, far)
+        return self._gradient(points, unit, lacking, pairs(unit, lacking, points.dtype))
+
+    def _value(self, found: Pairs, lacking: Tensor) -> Tensor:
         if self.half_space:
-            slope = slope - self._slope(far, near)
-        # nearest_ij runs against the distance where the partner is on the other side.
-        slope = _without_self(torch.where(found.same_side, slope, -slope))
+            near, far = found.nearest, 4 - found.nearest
+            each = self._potential(near, far) + self._law(far, near)
+        else:
+            each = self._potential(*_with_sides(found))
+        total = _without_self(each).sum(dim=(-2, -1))
+        if self.half_space:
+            total = 2 * (total + self._of_antipodes(lacking.to(total.dtype)))
+        return total if self.reduction == "sum" else total / self._num_ordered_pairs(each.shape[-1])
+
+    def _gradient(self, points: Tensor, unit: Tensor, lacking: Tensor, found: Pairs) -> Tensor:
+        if self.half_space:
+            near, far = found.nearest, 4 - found.nearest
+            slope = self._slope(near, far) - self._slope(far, near)
+        else:
+            # nearest_ij runs against the distance where the partner is on the other side.
+            slope = self._slope(*_with_sides(found)) * found.side
+        slope = _without_self(slope)
         force = 2 * pull(slope, unit, found)
         force = force - (force * unit).sum(dim=-1, keepdim=True) * unit
         if self.norm_eps:
@@ -86,11 +90,8 @@ class Energy:
             force = force - 2 * (lacking * of_lacking).unsqueeze(-1) * unit
         factor = 2.0 if self.half_space else 1.0
         if self.reduction == "mean":
-            factor /= self._num_ordered_pairs(count)
-        wide = points.to(unit.dtype)
-        alive = (lacking < 1).unsqueeze(-1)
-        square = torch.where(alive, wide, 1.0).square().sum(dim=-1, keepdim=True)
-        return torch.where(alive, factor * force * torch.rsqrt(square + self.norm_eps), 0.0).to(points.dtype)
+            factor /= self._num_ordered_pairs(points.shape[-2])
+        return (factor * force * inverse_norms(points, self.norm_eps)).to(points.dtype)
 
     def of_cosine(self, cosine: Tensor) -> Tensor:
         """The energy of one pair at the given cosine; in half space the mean over a pair and its antipode."""
@@ -112,43 +113,60 @@ class Energy:
         floor, ceiling = _FLOOR[dtype], _CEILING[dtype]
         return max(floor, ceiling ** (-2.0 / self.s)) if self.s > 0 else floor
 
-    def _inside(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x.clamp(min=self._floor(x.dtype)), y.clamp(min=_CUSP[y.dtype])
-
     def _potential(self, x: Tensor, y: Tensor) -> Tensor:
-        """f, given the squared chord x and the squared chord y to the antipode; x + y = 4."""
-        inside, y_inside = self._inside(x, y)
+        """f, given the squared chord x and the squared chord y to the antipode, x + y = 4; below the floor a line."""
+        inside = x.clamp(min=self._floor(x.dtype))
+        return self._law(inside, y) + self._slope(inside.detach(), y.detach()) * (x - inside)
+
+    def _law(self, x: Tensor, y: Tensor) -> Tensor:
         if self.distance == "angle":
-            z = 2 * torch.atan2(inside.sqrt(), y_inside.sqrt())
-            value = -torch.log(z) if self.s == 0 else z**-self.s
-        elif self.s == 0:
-            value = -0.5 * torch.log(inside)
-        else:
-            value = 1 / inside if self.s == 2 else inside ** (-self.s / 2)
-        return value + self._slope(inside.detach(), y_inside.detach()) * (x - inside)
+            z = 2 * torch.atan2(x.sqrt(), y.clamp(min=_CUSP[y.dtype]).sqrt())
+            return -torch.log(z) if self.s == 0 else z**-self.s
+        if self.s == 0:
+            return -0.5 * torch.log(x)
+        return 1 / x if self.s == 2 else x ** (-self.s / 2)
 
     def _slope(self, x: Tensor, y: Tensor) -> Tensor:
         """df/dx along x + y = 4."""
-        x, y = self._inside(x, y)
+        x = x.clamp(min=self._floor(x.dtype))
         if self.distance == "angle":
+            y = y.clamp(min=_CUSP[y.dtype])
             z = 2 * torch.atan2(x.sqrt(), y.sqrt())
             slope = -1 / z if self.s == 0 else -self.s * z ** (-self.s - 1)
             return slope * torch.rsqrt(x * y)
-        if self.s == 0:
-            return -0.5 / x
-        return (-self.s / 2) * x ** (-self.s / 2 - 1)
+        return -0.5 / x if self.s == 0 else (-self.s / 2) * x ** (-self.s / 2 - 1)
+
+
+class _WithGradient(torch.autograd.Function):
+    """An energy whose gradient is computed beside it: one pass over the pairs, nothing of size N x N kept."""
+
+    @staticmethod
+    def forward(ctx: Any, points: Tensor, energy: Energy) -> Tensor:
+        unit, lacking = sphere(points, energy.norm_eps)
+        found = pairs(unit, lacking, points.dtype)
+        if ctx.needs_input_grad[0]:
+            ctx.energy = energy
+            ctx.save_for_backward(points, energy._gradient(points, unit, lacking, found))
+        return energy._value(found, lacking)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        points, gradient = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradient = ctx.energy.gradient(points)  # a second derivative is wanted, which the saved numbers lack
+        return grad.unsqueeze(-1).unsqueeze(-1) * gradient, None
 
 
 def _checked(points: Tensor) -> Tensor:
     if points.ndim < 2 or points.shape[-1] == 0 or not points.is_floating_point():
         raise ValueError(
-            f"points of shape {tuple(points.shape)} and type {points.dtype}: give real floating-point [..., N, D], D >= 1"
+            f"points of shape {tuple(points.shape)} and type {points.dtype}: give real floating-point [..., N, D]"
         )
     return lift(points)
 
 
-def _both_ways(found: Pairs) -> tuple[Tensor, Tensor]:
-    """Squared chords of each pair and of the pair with one point turned to its antipode."""
+def _with_sides(found: Pairs) -> tuple[Tensor, Tensor]:
+    """Squared chords to the partner and to its antipode."""
     rest = 4 - found.nearest
     return torch.where(found.same_side, found.nearest, rest), torch.where(found.same_side, rest, found.nearest)
 

@@ -182,12 +182,21 @@ _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], Callable[...,
     ((nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag), _of_rows),
 )
 
+# Layers outside torch whose square weights do not tell rows from columns, by name so that nothing is imported.
+_KNOWN_ELSEWHERE: dict[str, Arrange] = {
+    "torch_geometric.nn.dense.linear.Linear": _rows,
+    "transformers.pytorch_utils.Conv1D": _columns,
+}
+
 _SIZES = (("in_features", "out_features"), ("in_channels", "out_channels"), ("nx", "nf"))
 
 
 def _of_unknown(module: nn.Module, name: str, weight: Tensor) -> list[View]:
     """Layers outside torch by their stated sizes; any other parameter is left alone unless asked for by name."""
     if name == "weight" and weight.ndim == 2:
+        for kind in type(module).__mro__:
+            if known := _KNOWN_ELSEWHERE.get(f"{kind.__module__}.{kind.__qualname__}"):
+                return [View(known)]
         for fan_in, fan_out in _SIZES:
             sizes = getattr(module, fan_in, None), getattr(module, fan_out, None)
             if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:

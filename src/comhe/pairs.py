@@ -38,17 +38,31 @@ def sphere(points: Tensor, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:
     A zero row stays zero (lacking 1): it is then orthogonal to all and its gradient is exactly zero. With `norm_eps`
     the norm is sqrt(norm^2 + norm_eps), as in the reference code, and no longer independent of scale.
     """
-    wide = points.to(widest(points.device))
-    if norm_eps == 0.0:
-        # Dividing by the largest entry first keeps squares from overflowing or vanishing; the result is the same.
-        scale = wide.detach().abs().amax(dim=-1, keepdim=True)
-        wide = wide / torch.where(scale > 0, scale, 1.0)
+    wide, _ = _scaled(points, norm_eps)
     square = (wide * wide).sum(dim=-1, keepdim=True)
     alive = square > 0
     norm = torch.sqrt(torch.where(alive, square, 1.0) + norm_eps)
     unit = torch.where(alive, wide / norm, 0.0)
     lacking = torch.where(alive, norm_eps / (square + norm_eps) if norm_eps else 0.0, 1.0)
     return unit, lacking.squeeze(-1)
+
+
+def inverse_norms(points: Tensor, norm_eps: float = 0.0) -> Tensor:
+    """1 / norm of each row, [..., N, 1] in the widest type; 0 for a zero row."""
+    wide, scale = _scaled(points, norm_eps)
+    square = (wide * wide).sum(dim=-1, keepdim=True)
+    alive = square > 0
+    return torch.where(alive, torch.rsqrt(torch.where(alive, square, 1.0) + norm_eps) / scale, 0.0)
+
+
+def _scaled(points: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
+    """Rows in the widest type over their largest entry, so that squares neither overflow nor vanish, and that entry."""
+    wide = points.to(widest(points.device))
+    if norm_eps:
+        return wide, torch.ones_like(wide[..., :1])
+    largest = wide.detach().abs().amax(dim=-1, keepdim=True)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return wide / largest, largest
 
 
 def pairs(unit: Tensor, lacking: Tensor, dtype: torch.dtype) -> Pairs:
@@ -168,8 +182,7 @@ def _nearest_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, .
 
 
 def _keep_pair_products(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    u, v, side, close, dtype = inputs
-    ctx.save_for_backward(u, v, side, close)
+    ctx.save_for_backward(*inputs[:4])
 
 
 def _pair_products_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,8 +6,9 @@ precision. So the product is a custom op that sets both when it runs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,28 +25,53 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+class _FullPrecision:
+    """The flags belong to the process, and each device's backward runs in a thread: the last one to leave restores."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._lowered: list[tuple[Any, str]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+                precision = backend.fp32_precision
+                if precision not in ("none", "ieee"):
+                    self._lowered.append((backend, precision))
+                    backend.fp32_precision = "ieee"
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth > 0:
+                return
+            for backend, precision in self._lowered:
+                backend.fp32_precision = "none"  # follows torch.backends.fp32_precision, perhaps as it did before
+                if backend.fp32_precision != precision:
+                    backend.fp32_precision = precision
+            self._lowered.clear()
+
+
+_FULL_PRECISION = _FullPrecision()
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Autocast off and no TF32 or bfloat16 inside float32 products, for the duration."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
+    _FULL_PRECISION.enter()
     try:
-        with torch.autocast(device.type, enabled=False):
+        with no_autocast(device):
             yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        _FULL_PRECISION.leave()
 
 
-@contextmanager
-def no_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Autocast off on the devices of these tensors."""
-    with ExitStack() as stack:
-        for kind in sorted({tensor.device.type for tensor in tensors}):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+def no_autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, enabled=False)
 
 
 @torch.library.custom_op("comhe::product", mutates_args=())

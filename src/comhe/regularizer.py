@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ class Regularizer(nn.Module):
         """The weighted sum over layers: a 0-d tensor on the device of the first layer."""
         if not self._lr_known:
             raise ValueError(
-                "a projection takes the network's learning rate: give Regularizer(lr=...) or advance(lr=...)"
+                "a projection takes the network's learning rate: give Regularizer(lr=...) or call set_lr(...)"
             )
         device = self._bases.twin.device
         total = torch.zeros((), device=device)
@@ -104,7 +105,7 @@ class Regularizer(nn.Module):
         """The energies of the layers that share a basis, added up."""
         neurons = [self._neurons(layer) for layer in group.layers]
         home = neurons[0].device
-        with no_autocast(neurons):
+        with no_autocast(home):
             basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
             together = [n.to(home) for n in neurons]
             rate = self._lr.to(home, neurons[0].dtype)
@@ -139,7 +140,7 @@ class Regularizer(nn.Module):
             )
             for layer in group.layers:
                 neurons = lift(layer.read())
-                with no_autocast([neurons]):
+                with no_autocast(neurons.device):
                     found[layer.name] = rule.over_sets(energy(neurons))
         return {layer.name: found[layer.name] for layer in self.layers}
 
@@ -165,18 +166,25 @@ class Regularizer(nn.Module):
         """
         self._follow_weights()
         if lr is not None:
-            self._lr.copy_(torch.as_tensor(lr))
-            self._lr_known = True
+            self.set_lr(lr)
         self._bases.advance(self._lr, skipped)
         self._write_weights()
 
     @torch.no_grad()
+    def set_lr(self, lr: float | Tensor) -> None:
+        """Tell projections that step with it the network's learning rate."""
+        _write(self._lr, lr)
+        self._lr_known = True
+
+    @torch.no_grad()
     def set_weight(self, weight: float, rule: int | str = 0) -> None:
         """Change the strength of a rule, given by its place or its name; a schedule ends thereby."""
-        labels = {rule.name or str(i): i for i, rule in enumerate(self.plan.rules)}
-        if str(rule) not in labels:
-            raise ValueError(f"no rule {rule!r}{nearest(str(rule), labels)}")
-        index = labels[str(rule)]
+        used = {group.rule_index: group.label for group in self.plan.groups}
+        index = next((i for i, label in sorted(used.items()) if rule in (i, label)), None)
+        if index is None:
+            raise ValueError(f"no rule {rule!r} with layers{nearest(str(rule), used.values())}")
+        if not math.isfinite(weight):
+            raise ValueError(f"weight={weight}: choose a finite number")
         self._schedules[index] = weight
         self._write_weights()
 
@@ -185,7 +193,7 @@ class Regularizer(nn.Module):
         self._silent = [not callable(weight) and weight == 0 for weight in self._schedules]
         for index, weight in enumerate(self._schedules):
             value = weight(self._bases.twin) if callable(weight) else weight
-            getattr(self, f"_weight_{index}").copy_(torch.as_tensor(value))
+            _write(getattr(self, f"_weight_{index}"), value)
 
     def _follow_weights(self) -> None:
         self._bases.follow_weights()
@@ -215,6 +223,13 @@ class Regularizer(nn.Module):
 
     def _layers_by_address(self) -> dict[str, list[str]]:
         return {group.address: [layer.name for layer in group.layers] for group in self.plan.groups}
+
+
+def _write(place: Tensor, value: float | Tensor) -> None:
+    if isinstance(value, Tensor):
+        place.copy_(value)
+    else:
+        place.fill_(value)  # a copy from the host would make it wait, and fail inside a captured graph
 
 
 def _as_rules(rules: Projection | Rule | Sequence[Rule], settings: dict[str, Any]) -> list[Rule]:

@@ -72,7 +72,8 @@ class Rule:
             raise ValueError(f"weight={self.weight}: choose a finite number")
         if self.relative and self.penalty is not None:
             raise ValueError("relative=True: only an energy has a uniform expectation, a penalty has none")
-        _ = self.energy  # its settings are checked now, not at the first step
+        # The energy's settings are checked now, not at the first step; and compiled code can read these, not make them.
+        _ = self.energy, self.objective, self.aggregated
 
     @cached_property
     def energy(self) -> Energy:

@@ -17,8 +17,11 @@ class Adversarial(Stepped):
 
     The paper calls it unstable. `ascend_full_space` lets P ascend the full-space energy while the neurons descend
     the half-space one, as the reference code does.
+
+    The slope of a mean energy in a matrix of standard normals is small, hence the large default step.
     """
 
+    step_size: float | None = 100.0
     ascend_full_space: bool = False
 
     def gradient(self, matrix: Tensor, neurons: Sequence[Tensor], energy: Energy) -> Tensor:

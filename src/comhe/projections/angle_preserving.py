@@ -21,6 +21,7 @@ class AnglePreserving(Stepped):
     square root, the Frobenius norm of the reference code.
     """
 
+    step_size: float | None = 0.3
     target: Literal["cosine", "angle"] = "cosine"
     root: bool = False
 
