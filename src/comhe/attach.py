@@ -17,6 +17,7 @@ from comhe.bases import in_graph
 from comhe.build import build
 from comhe.methods import find_method
 from comhe.neurons import Layer
+from comhe.products import lift
 from comhe.regularizer import Regularizer
 
 # Every parameter that some attachment serves, and a weak reference to that attachment.
@@ -150,10 +151,8 @@ class Attachment:
         probed = self._probed()
         for leaf, gradient in self._gradients:
             without = None if leaf.grad is None or leaf is not probed else leaf.grad.clone()
-            if scale is not None:  # in float32: the scale itself may be above what half precision holds
-                gradient = (
-                    gradient.to(torch.promote_types(gradient.dtype, scale.dtype)) * scale.to(gradient.device)
-                ).to(gradient.dtype)
+            if scale is not None:  # lifted, as the scale alone can exceed what half precision holds
+                gradient = (lift(gradient) * scale.to(gradient.device)).to(gradient.dtype)
             if leaf.grad is None or id(leaf) in self._adopted:  # nobody else zeroes the gradient of a basis
                 leaf.grad = gradient.clone()
             elif leaf.grad.is_sparse:
@@ -199,18 +198,19 @@ class Attachment:
         if overflow is not None and bool(overflow):
             return
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        update = (probe.with_ours if scale is None else probe.with_ours / scale).abs().clamp(max=1) * float(
-            rates[id(probe.parameter)]
-        )
+        gradient = probe.with_ours if scale is None else probe.with_ours / scale
         if torch.equal(probe.parameter, probe.value):
+            update = rates[id(probe.parameter)] * gradient.abs().clamp(max=1)
             if bool((update > _VISIBLE * torch.finfo(probe.value.dtype).eps * probe.value.abs()).any()):
                 self._fail(probe.layer, "the step did not move its weight")
             return
         self._is_checked = True
-        without, grad = probe.without_ours, probe.parameter.grad
-        if without is not None and grad is not None and not torch.equal(probe.with_ours, without.to_dense()):
-            if torch.equal(grad.to_dense(), without.to_dense()):
-                self._fail(probe.layer, "the gradient was taken away again before the update")
+        grad = probe.parameter.grad
+        if grad is None or probe.without_ours is None:
+            return
+        without = probe.without_ours.to_dense()
+        if torch.equal(grad.to_dense(), without) and not torch.equal(probe.with_ours, without):
+            self._fail(probe.layer, "the gradient was taken away again before the update")
 
     def _fail(self, layer: str, why: str) -> None:
         self.detach()

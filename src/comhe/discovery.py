@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from comhe.names import nearest
-from comhe.neurons import Layer, View, columns_view, originals, read_weight, views
+from comhe.neurons import Layer, View, columns_view, leaves, read_weight, views
 
 Selector = str | type[nn.Module] | Callable[[Layer], bool]
 Selection = Selector | Iterable[Selector]
@@ -148,7 +148,7 @@ def _find(model: nn.Module, column_globs: tuple[str, ...], frozen: bool) -> Iter
             names += list(module.parametrizations)  # type: ignore[arg-type]
         for parameter in names:
             name = layer_name(prefix, parameter)
-            sources = tuple(originals(module, parameter))
+            sources = tuple(leaves(module, parameter))
             for source in sources:
                 _refuse_unmaterialised(name, source)
             if not sources:

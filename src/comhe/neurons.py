@@ -67,7 +67,7 @@ class Layer:
 
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The parameters that the neurons are computed from."""
-        return tuple(originals(self.module, self.parameter))
+        return tuple(leaves(self.module, self.parameter))
 
 
 def read_weight(module: nn.Module, name: str) -> Tensor:
@@ -94,6 +94,14 @@ def read_factors(module: nn.Module, name: str) -> dict[str, Tensor]:
         if factors is not None:
             return factors(*originals(module, name))  # type: ignore[no-any-return]
     return {}
+
+
+def leaves(module: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    """The parameters of a weight: itself, or its originals and then what its parametrizations learn (LoRA)."""
+    if not parametrize.is_parametrized(module, name):
+        yield getattr(module, name)
+        return
+    yield from module.parametrizations[name].parameters()  # type: ignore[index, union-attr]
 
 
 def originals(module: nn.Module, name: str) -> Iterator[nn.Parameter]:

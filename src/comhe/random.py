@@ -98,7 +98,10 @@ class Stream:
         # holds the steps of that in 32 bits.
         index = index & _MASK
         self._next_block += num_blocks
-        epoch = torch.as_tensor(self._epoch, dtype=torch.int64, device=self.device) & _MASK
+        if isinstance(self._epoch, Tensor):
+            epoch = (self._epoch & _MASK).expand_as(index)
+        else:
+            epoch = torch.full_like(index, self._epoch & _MASK)
         fixed = (torch.full_like(index, word) for word in self._name)
-        words = philox((index, epoch.expand_as(index), *fixed), self._key)  # type: ignore[arg-type]
+        words = philox((index, epoch, *fixed), self._key)  # type: ignore[arg-type]
         return torch.stack(words, dim=-1)  # [blocks, 4]

@@ -240,6 +240,14 @@ def _as_rules(rules: Projection | Rule | Sequence[Rule], settings: dict[str, Any
     return [rules] if isinstance(rules, Rule) else list(rules)
 
 
+def _write(place: Tensor, value: float | Tensor) -> None:
+    # A number is filled in: copying it from the host would stop the stream.
+    if isinstance(value, Tensor):
+        place.copy_(value)
+    else:
+        place.fill_(value)
+
+
 def _compare(saved: dict[str, list[str]], here: dict[str, list[str]]) -> None:
     def flat(layers: dict[str, list[str]]) -> dict[str, str]:
         return {name: address for address, names in layers.items() for name in names}
