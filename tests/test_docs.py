@@ -37,9 +37,7 @@ def test_links_of(page):
     assert missing == [], f"{page.name} links to files that are not there"
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.name)
 def test_code_of(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}

@@ -21,7 +21,7 @@ def test_digits_prints_a_row_for_each_method():
     header, *rows = done.stdout.splitlines()
     assert header.startswith("method")
     assert "validation error %" in header
-    assert [row.split()[0] for row in rows] == ["baseline", "hs-mhe", "rp-comhe"]
+    assert [row.split()[0] for row in rows] == ["initial", "baseline", "hs-mhe", "rp-comhe"]
 
 
 @pytest.mark.slow

@@ -92,9 +92,7 @@ def test_normals_are_the_reference() -> None:
 
 def test_signs_integers_and_permutations_are_read_from_the_words() -> None:
     words = reference_words(3, "k", 4, 50)
-    assert Stream(3, "k", 4).signs(5, 10).flatten().tolist() == [
-        -1.0 if word >= 2**31 else 1.0 for word in words
-    ]
+    assert Stream(3, "k", 4).signs(5, 10).flatten().tolist() == [-1.0 if word >= 2**31 else 1.0 for word in words]
     for high in (1, 2, 7, 1000, 2**31):
         integers = Stream(3, "k", 4).integers(high, 50)
         assert integers.dtype == torch.int64
@@ -123,9 +121,7 @@ def test_frozen_words(name: tuple[int, str, int]) -> None:
 
 @pytest.mark.parametrize("name", FROZEN_NORMALS)
 def test_frozen_normals(name: tuple[int, str, int]) -> None:
-    assert Stream(*name).normal(2, 3).flatten().tolist() == pytest.approx(
-        FROZEN_NORMALS[name], rel=0, abs=1e-6
-    )
+    assert Stream(*name).normal(2, 3).flatten().tolist() == pytest.approx(FROZEN_NORMALS[name], rel=0, abs=1e-6)
 
 
 def test_frozen_others() -> None:

@@ -6,6 +6,7 @@ mean nothing), basis (a projection's tensors), views [..., C, points, dim] (C of
 
 from comhe import parametrizations, penalties, projections
 from comhe.attach import attach
+from comhe.audit import audit
 from comhe.build import build
 from comhe.discovery import discover
 from comhe.energies import energy
@@ -19,6 +20,7 @@ __all__ = [
     "Regularizer",
     "Rule",
     "attach",
+    "audit",
     "build",
     "discover",
     "energy",

@@ -100,7 +100,7 @@ class Attachment:
         self._gradients, self._leaves = [], {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the round and the learned bases."""
+        """What a resumed run needs: seed, round, learning rate and learned bases, under the names of the layers."""
         return dict(self.regularizer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class Attachment:
             if leaf.grad is None or id(leaf) in self._adopted:  # nobody else zeroes the gradient of a basis
                 leaf.grad = gradient.clone()
             elif leaf.grad.is_sparse:
-                leaf.grad = leaf.grad.to_dense().add_(gradient)
+                leaf.grad = gradient + leaf.grad  # in this order the duplicates add up as autograd adds them
             else:
                 leaf.grad.add_(gradient)
             if leaf is probed:

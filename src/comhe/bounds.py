@@ -56,7 +56,7 @@ def lower_bound(
     a mean of at least -1/(N-1), so by Jensen h(-1/(N-1)), which a simplex attains (N <= D + 1). Beyond, the means of
     the next two Gegenbauer polynomials are bounded likewise, and a quadratic or cubic below h gives two values of h
     with weights; N = 2D is attained by the cross-polytope. Full space, angle: h has a cusp at g = -1, so Jensen takes
-    its convex hull; and as a plane separates at most N^2/4 of the pairs, the mean angle is bounded too. The larger is
+    its convex hull; and as a plane separates at most N^2/4 pairs, the mean angle is bounded too. The larger is
     returned. Half space: h(g) + h(-g) is a convex, growing function of g^2, whose mean is at least
     (N-D) / (D (N-1)) (Welch); attained for N <= D and by equiangular tight frames.
 

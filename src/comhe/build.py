@@ -56,8 +56,10 @@ def build(
     projection = REGISTRY[method.projection](**sorted_settings["projection"])
     excluded = [*selectors(exclude), *(() if include is not None else _EMBEDDINGS)]
     regularizer = {**sorted_settings["regularizer"], "include": include, "exclude": excluded}
-    layers = discover(model, include, excluded, columns=regularizer.get("columns", ()))
-    roles = find_roles(model, layers, classifier)
+    columns = regularizer.get("columns", ())
+    layers = discover(model, include, excluded, columns=columns)
+    # What is left out or frozen keeps its role, which would else pass to its neighbour.
+    roles = find_roles(model, discover(model, None, _EMBEDDINGS, columns=columns, frozen=True), layers, classifier)
     weight = method.classifier_weight if classifier_weight is None else classifier_weight
 
     hidden = [layer for layer in layers if layer.name not in roles.classifier]

@@ -61,31 +61,37 @@ def discover(
     asked = {s for s in includes if isinstance(s, str) and not _is_glob(s)}
     layers: list[Layer] = []
     skipped: list[Skipped] = []
-    owners: dict[int, str] = {}
+    owners: dict[int, tuple[str, str]] = {}
     known: set[str] = set()
+    answered: set[str] = set()
 
     for weight in _find(model, (columns,) if isinstance(columns, str) else tuple(columns), frozen):
         for view in weight.views:
             name = f"{weight.name}.{view.part}" if view.part else weight.name
-            by_name = bool(asked & {name, weight.name})
+            names = {name, weight.name, f"{weight.name}.{weight.parameter}"}
             known |= {name, weight.name}
+            answered |= names
+            by_name = bool(asked & names)
             reason = weight.unfit or ("" if by_name else view.unless_named)
-            owner = owners.setdefault(weight.identity, weight.name)
-            if not reason and owner != weight.name:
-                reason = f"tied to {owner}, which counts once"
+            if not reason:
+                layer = Layer(name, weight.module, weight.parameter, view)
+                if include is not None and not by_name and not any(matches(s, layer) for s in includes):
+                    continue
+                # The first name under which a tied weight is wanted speaks for all of them.
+                excluded = any(matches(s, layer) for s in excludes)
+                fate = "is excluded" if excluded else "counts once"
+                owner, fate = owners.setdefault(weight.identity, (weight.name, fate))
+                if owner != weight.name:
+                    reason = f"tied to {owner}, which {fate}"
+                elif excluded:
+                    skipped.append(Skipped(name, "excluded"))
+                else:
+                    layers.append(layer)
             if reason and by_name:
                 raise ValueError(f"{name} was asked for by name but is {reason}: leave it out")
             if reason:
                 skipped.append(Skipped(name, reason))
-                continue
-            layer = Layer(name, weight.module, weight.parameter, view)
-            if includes and not by_name and not any(matches(s, layer) for s in includes):
-                continue
-            if any(matches(s, layer) for s in excludes):
-                skipped.append(Skipped(name, "excluded"))
-            else:
-                layers.append(layer)
-    for name in sorted(asked - known):
+    for name in sorted(asked - answered):
         raise ValueError(f"no layer {name!r}{nearest(name, known)}")
     return Discovery(layers, skipped)
 

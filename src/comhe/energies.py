@@ -1,6 +1,6 @@
 """Hyperspherical energy (Eq. 1 of the paper): Riesz and logarithmic, full and half space, chord and angle.
 
-Pure functions of points. Normalising to the sphere happens here and nowhere else.
+Pure functions of points; only here do points become directions on their way to an energy (`pairs.sphere`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from comhe.energies import Energy
 from comhe.pairs import sphere
 from comhe.products import product
 
-_BLOCK_ELEMENTS = 1 << 21  # pairs held at a time, and numbers while differences of close pairs are formed
+_BLOCK_ELEMENTS = 1 << 20  # pairs held at a time, and numbers while differences of close pairs are formed
 # Below this squared distance 2 - 2 cos has lost digits to cancellation, and the difference is taken.
 _CANCELLED = {torch.float64: 1e-3, torch.float32: 0.1}
 

@@ -28,7 +28,7 @@ _CODE: Settings = {"norm_eps": 1e-4}
 _CODE_LEARNED: Settings = {
     **_CODE,
     "step_size": None,
-    "weight_decay": 5e-4,
+    "weight_decay": 5e-7,
     "shared": False,
     "redraw_every": None,
 }
@@ -37,7 +37,7 @@ METHODS: dict[str, Method] = {
     "baseline": Method("no regularization: the layers are found and measured", settings={"weight": 0.0}),
     "orthogonal": Method("squared cosines (Rodriguez 2017)", settings={"penalty": "orthogonal", "weight": 1e-5}),
     "orthonormal": Method("||WW' - I||", settings={"penalty": "orthonormal", "weight": 1e-5}),
-    "srip": Method("spectral norm of WW' - I (Bansal 2018)", settings={"penalty": "srip", "weight": 0.1}),
+    "srip": Method("spectral norm of WW' - I (Bansal 2018)", settings={"penalty": "srip", "weight": 0.01}),
     "mma": Method("the smallest angles, maximised (Wang 2020)", settings={"penalty": "mma", "weight": 0.07}),
     "mhe": Method("energy of the neurons", settings={"half_space": False}),
     "hs-mhe": Method("energy of the neurons and their antipodes"),

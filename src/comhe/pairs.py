@@ -2,7 +2,8 @@
 
 1 - cos from a product of unit vectors has an absolute error of one rounding, so 1/d^2 is off by 10 % at d = 1e-3 in
 float32. A pair with |cos| > 0.95 is therefore recomputed from the difference of its unit vectors, held in the device's
-widest type; docs/derivations.md, "Close pairs", has the error bounds.
+widest type. On a GPU the whole product is formed in that type instead, and nothing needs recomputing.
+docs/derivations.md, "Close pairs", has the error bounds.
 
 Two bilinear maps suffice, and each is the other's derivative. With s_ij = +-1 the side on which the pair is close,
 

@@ -103,10 +103,7 @@ def _discover(
     ]
     missing = [name for name in asked if name not in have]
     if missing and include is None:
-        more = discover(model, missing, exclude, columns=columns)
-        found.extend(layer for layer in more if layer.name not in have)
-        names = {layer.name for layer in found}
-        found.skipped = [entry for entry in found.skipped if entry.name not in names]
+        return discover(model, ("*", *missing), exclude, columns=columns)
     return found
 
 

@@ -28,7 +28,7 @@ class Regularizer(nn.Module):
     include, exclude, columns: see `discover`.
     seed: fixes every basis, together with the round.
     redraw_every: rounds between two draws of a basis, None for never; "auto" leaves it to each projection.
-    shared: layers of equal fan-in share a basis, as in the paper; False gives each its own.
+    shared: layers that fit one basis (equal fan-in, as a rule) share it, as in the paper; False gives each its own.
     lr: the network's learning rate, for projections that use it; `advance(lr=...)` follows a schedule.
     jitter: relative noise that parts exact duplicates, drawn anew each round; 0 leaves the weights as they are.
     serves: restricts the layers without changing their bases, as `attach` does to those of its optimizer.
@@ -75,7 +75,8 @@ class Regularizer(nn.Module):
         self._bases = Bases(self.plan, seed)
         device = self._bases.twin.device
         self._lr_known = lr is not None or not any(g.projection.uses_lr for g in self.plan.groups)
-        self.register_buffer("_lr", torch.tensor(lr or 0.0, dtype=widest(device), device=device), persistent=False)
+        # One element, not 0-d: the compiler takes a 0-d number on the CPU for a symbol, and compiles twice for it.
+        self.register_buffer("_lr", torch.full((1,), lr or 0.0, dtype=widest(device), device=device), persistent=False)
         self._schedules = [rule.weight for rule in self.plan.rules]
         for index in range(len(self.plan.rules)):
             self.register_buffer(f"_weight_{index}", torch.zeros_like(self._lr), persistent=False)
@@ -98,7 +99,7 @@ class Regularizer(nn.Module):
             if not self._silent[group.rule_index]:
                 value = self._value(index, group)
                 weight: Tensor = getattr(self, f"_weight_{group.rule_index}")
-                total = total + weight.to(device, value.dtype) * value.to(device)
+                total = total + weight.to(device, value.dtype).view(()) * value.to(device)
         return total
 
     def _value(self, index: int, group: Group) -> Tensor:
@@ -106,9 +107,12 @@ class Regularizer(nn.Module):
         neurons = [self._neurons(layer) for layer in group.layers]
         home = neurons[0].device
         with no_autocast(home):
-            basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
             together = [n.to(home) for n in neurons]
-            rate = self._lr.to(home, neurons[0].dtype)
+            dtype = together[0].dtype
+            basis: Basis = tuple(
+                part.to(home, dtype if part.is_floating_point() else part.dtype) for part in self._bases.basis(index)
+            )
+            rate = self._lr.to(home, dtype).view(())
             basis = group.projection.refine(basis, together, group.rule.energy, rate)
             total = torch.zeros((), dtype=neurons[0].dtype, device=home)
             for layer_neurons, weights in zip(neurons, self._view_weights[index], strict=True):
@@ -128,7 +132,10 @@ class Regularizer(nn.Module):
 
     @torch.no_grad()
     def energies(self, s: float | None = None, half_space: bool | None = None) -> dict[str, Tensor]:
-        """The energy of each layer without projection, as its rule has it unless `s` or `half_space` say otherwise."""
+        """The energy of each layer, without projection and `norm_eps`, no gradient.
+
+        `s` and `half_space` are those of the layer's rule unless given; a layer under a penalty has an energy too.
+        """
         found = {}
         for group in self.plan.groups:
             rule = group.rule
@@ -167,7 +174,7 @@ class Regularizer(nn.Module):
         self._follow_weights()
         if lr is not None:
             self.set_lr(lr)
-        self._bases.advance(self._lr, skipped)
+        self._bases.advance(self._lr.view(()), skipped)
         self._write_weights()
 
     @torch.no_grad()
@@ -210,6 +217,7 @@ class Regularizer(nn.Module):
         return {
             "round": self.round,
             "seed": self._bases.seed,
+            "lr": float(self._lr) if self._lr_known else None,
             "layers": self._layers_by_address(),
             "learned": self._bases.learned(),
         }
@@ -219,6 +227,8 @@ class Regularizer(nn.Module):
         _compare(state["layers"], self._layers_by_address())
         self._follow_weights()
         self._bases.restore(state["seed"], state["round"], state["learned"])
+        if state["lr"] is not None:
+            self.set_lr(state["lr"])
         self._write_weights()
 
     def _layers_by_address(self) -> dict[str, list[str]]:
@@ -238,14 +248,6 @@ def _as_rules(rules: Projection | Rule | Sequence[Rule], settings: dict[str, Any
     if settings:
         raise TypeError(f"{', '.join(settings)}: settings of a rule belong into Rule(...) where rules are given")
     return [rules] if isinstance(rules, Rule) else list(rules)
-
-
-def _write(place: Tensor, value: float | Tensor) -> None:
-    # A number is filled in: copying it from the host would stop the stream.
-    if isinstance(value, Tensor):
-        place.copy_(value)
-    else:
-        place.fill_(value)
 
 
 def _compare(saved: dict[str, list[str]], here: dict[str, list[str]]) -> None:

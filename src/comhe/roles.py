@@ -21,17 +21,25 @@ class Roles(NamedTuple):
     notes: dict[str, str]
 
 
-def find_roles(model: nn.Module, layers: Sequence[Layer], classifier: Classifier) -> Roles:
-    """`classifier` is a module, a layer's name, False for none, or None to look for it."""
-    found, why = _find_classifier(model, layers, classifier)
-    first = next((layer for layer in layers if isinstance(layer.module, _ConvNd)), None)
+def find_roles(model: nn.Module, whole: Sequence[Layer], selected: Sequence[Layer], classifier: Classifier) -> Roles:
+    """`whole` are the layers found by themselves, `selected` those to regularise, which may hold others.
+
+    `classifier` is a module, a layer's name, False for none, or None to look for it.
+    """
+    layers = list({layer.name: layer for layer in [*whole, *selected]}.values())
+    found, why = _find_classifier(model, layers, classifier) or _last(whole)
+    first = next((layer for layer in whole if isinstance(layer.module, _ConvNd)), None)
     notes = {"classifier": f"{', '.join(sorted(found)) or 'none'} ({why})"}
     if first is not None:
         notes["first convolution"] = f"{first.name} (not projected)"
     return Roles(found, frozenset({first.name} if first else ()), notes)
 
 
-def _find_classifier(model: nn.Module, layers: Sequence[Layer], given: Classifier) -> tuple[frozenset[str], str]:
+def _last(layers: Sequence[Layer]) -> tuple[frozenset[str], str]:
+    return frozenset(layer.name for layer in layers[-1:]), "the last layer"
+
+
+def _find_classifier(model: nn.Module, layers: Sequence[Layer], given: Classifier) -> tuple[frozenset[str], str] | None:
     if given is False:
         return frozenset(), "classifier=False"
     if isinstance(given, str):
@@ -52,8 +60,7 @@ def _find_classifier(model: nn.Module, layers: Sequence[Layer], given: Classifie
             head = getattr(inner, method)()
             if isinstance(head, nn.Module):
                 return _within(head, layers) or _tied(head, model), f"the model's {method}()"
-    last = layers[-1] if layers else None
-    return frozenset({last.name} if last else ()), "the last layer"
+    return None
 
 
 def _within(module: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:

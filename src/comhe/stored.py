@@ -89,7 +89,7 @@ def neurons(
     asked = {pattern for pattern in includes if not set(pattern) & set("*?[")}
     found: dict[str, Callable[[], Tensor]] = {}
     skipped: list[Skipped] = []
-    owners: dict[tuple[Any, ...], str] = {}
+    owners: dict[tuple[Any, ...], tuple[str, str]] = {}
     known: set[str] = set()
     for key, weight in _unwrapped(stored).items():
         if isinstance(weight, Tensor) and weight.ndim < 2:
@@ -97,20 +97,24 @@ def neurons(
         name = key.removesuffix(".weight")
         known |= {name, key}
         reason = _unfit(weight)
-        if not reason and weight.numel():
-            place = (weight.device, weight.data_ptr(), weight.shape, weight.stride())
-            owner = owners.setdefault(place, name)
-            reason = f"tied to {owner}, which counts once" if owner != name else ""
+        if not reason:
+            if include is not None and not _matches(name, key, includes):
+                continue
+            # As in `discover`, the first name under which a tied weight is wanted speaks for all of them.
+            excluded = _matches(name, key, excludes)
+            fate = "is excluded" if excluded else "counts once"
+            place = (weight.device, weight.data_ptr(), weight.shape, weight.stride()) if weight.numel() else (key,)
+            owner, fate = owners.setdefault(place, (name, fate))
+            if owner != name:
+                reason = f"tied to {owner}, which {fate}"
+            elif excluded:
+                skipped.append(Skipped(name, "excluded"))
+            else:
+                found[name] = _reader(weight, _matches(name, key, columns))
         if reason and asked & {name, key}:
             raise ValueError(f"{name} was asked for by name but is {reason}: leave it out")
         if reason:
             skipped.append(Skipped(name, reason))
-        elif includes and not _matches(name, key, includes):
-            continue
-        elif _matches(name, key, excludes):
-            skipped.append(Skipped(name, "excluded"))
-        else:
-            found[name] = _reader(weight, _matches(name, key, columns))
     for pattern in sorted(asked - known):
         raise ValueError(f"no layer {pattern!r}{nearest(pattern, known)}")
     return found, skipped

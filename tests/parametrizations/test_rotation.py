@@ -42,9 +42,7 @@ def learned(layer: nn.Module) -> nn.Parameter:
 
 
 def random_learned(layer: nn.Module, scale: float = 1.0, seed: int = 0) -> None:
-    draw = torch.randn(
-        learned(layer).shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    draw = torch.randn(learned(layer).shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with torch.no_grad():
         learned(layer).copy_(scale * draw)
 

@@ -59,13 +59,16 @@ class Projection:
     """Neurons [..., N, D] + basis -> views: point sets [..., C, points, dim] whose energy is minimised.
 
     All methods are pure. The energy of a layer is the sum over views of share x aggregate over C. A basis is drawn by
-    the round alone, so that ranks agree and a resumed run continues; `redraw_every` is the period unless the
-    regularizer sets another (None: never), `advance_every` the period of `advance`.
+    the round alone, so that ranks agree and a resumed run continues.
     """
 
     scale_invariance: ClassVar[Literal["neuron", "global", "none"]] = "neuron"
-    redraw_every: ClassVar[int | None] = 1
     trainable: ClassVar[bool] = False  # bases are parameters, moved by the network's optimizer
+
+    @property
+    def redraw_every(self) -> int | None:
+        """Rounds between two draws unless the regularizer says otherwise; None: never."""
+        return 1
 
     @property
     def advance_every(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -20,10 +20,8 @@ class Stepped(Projection):
 
     Every `advance_every` rounds P moves `num_steps` steps. "unrolled" moves it `num_unrolled` steps more inside the
     loss, differentiated through; "alternating" does not. `step_size=None` takes the network's learning rate.
-    `weight_decay` is the coefficient of (weight_decay / 2) |P|^2 in the objective.
+    `weight_decay` adds (weight_decay / 2) |P|^2 to the objective of the steps between rounds.
     """
-
-    redraw_every: ClassVar[int | None] = 1000
 
     dim: int = 30
     num_views: int = 1
@@ -52,6 +50,10 @@ class Stepped(Projection):
         """The derivative in P of what P descends, in closed form: differentiable and fit for any engine."""
 
     @property
+    def redraw_every(self) -> int | None:
+        return 1000
+
+    @property
     def uses_lr(self) -> bool:
         return self.step_size is None
 
@@ -62,16 +64,18 @@ class Stepped(Projection):
         return (Map(right=basis[0]),)
 
     def advance(self, basis: Basis, neurons: Sequence[Tensor], energy: Energy, lr: Tensor) -> Basis:
-        return (self._descend(basis[0], neurons, energy, lr, self.num_steps),)
+        return (self._descend(basis[0], neurons, energy, lr, self.num_steps, self.weight_decay),)
 
     def refine(self, basis: Basis, neurons: Sequence[Tensor], energy: Energy, lr: Tensor) -> Basis:
         if self.mode == "alternating":
             return basis
-        return (self._descend(basis[0], neurons, energy, lr, self.num_unrolled),)
+        return (self._descend(basis[0], neurons, energy, lr, self.num_unrolled, 0.0),)
 
-    def _descend(self, matrix: Tensor, neurons: Sequence[Tensor], energy: Energy, lr: Tensor, num_steps: int) -> Tensor:
+    def _descend(
+        self, matrix: Tensor, neurons: Sequence[Tensor], energy: Energy, lr: Tensor, num_steps: int, decay: float
+    ) -> Tensor:
         step = lr if self.step_size is None else self.step_size
         for _ in range(num_steps):
-            slope = self.gradient(matrix, neurons, energy) + self.weight_decay * matrix
+            slope = self.gradient(matrix, neurons, energy) + decay * matrix
             matrix = matrix - step * slope
         return matrix

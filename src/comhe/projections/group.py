@@ -23,6 +23,10 @@ class Group(Projection):
     def __post_init__(self) -> None:
         at_least_one(channels=self.channels)
 
+    @property
+    def redraw_every(self) -> int | None:
+        return 1 if self.stochastic else None
+
     def basis_key(self, layer: Layer) -> Hashable:
         return layer.fan_in, layer.taps
 

@@ -14,7 +14,10 @@ class Learned(Gaussian):
     start as a Gaussian projection and are never redrawn unless asked.
     """
 
-    redraw_every: ClassVar[int | None] = None
     trainable: ClassVar[bool] = True
 
     num_views: int = 1
+
+    @property
+    def redraw_every(self) -> int | None:
+        return None
