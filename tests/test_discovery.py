@@ -181,6 +181,35 @@ def test_columns() -> None:
     assert torch.equal(found["raw"].read(), model.raw.T)
 
 
+class Stored(nn.Module):
+    """A layer from elsewhere, whose sizes do not tell rows from columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = self.nx = self.nf = 4
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("path", "columns"),
+    [("transformers.pytorch_utils.Conv1D", True), ("torch_geometric.nn.dense.linear.Linear", False)],
+)
+def test_square_weights_of_known_layers(path: str, columns: bool) -> None:
+    model = nn.ModuleDict({"layer": Stored()})
+    assert names(model) == []
+    assert skipped(model) == {"layer": "a raw parameter, read row by row; square, so its orientation is a guess"}
+    (layer,) = discover(model, "layer")  # asked for by name, a guess is what there is
+    assert torch.equal(layer.read(), model["layer"].weight)
+
+    module, _, name = path.rpartition(".")
+    known = type(name, (Stored,), {"__module__": module})
+    inherited = type("Own", (known,), {})
+    for kind in (known, inherited):
+        (layer,) = discover(nn.ModuleDict({"layer": kind()}))
+        weight = layer.module.weight
+        assert torch.equal(layer.read(), weight.T if columns else weight)
+
+
 # Tied weights.
 
 
@@ -198,6 +227,13 @@ def test_tied_weights_count_once() -> None:
 def test_a_module_used_twice_counts_once() -> None:
     layer = nn.Linear(3, 3)
     assert names(nn.Sequential(layer, nn.ReLU(), layer)) == ["0"]
+
+
+def test_a_module_of_two_parents_counts_once_and_is_no_tie() -> None:
+    layer = nn.Linear(3, 3)
+    model = nn.ModuleDict({"a": nn.Sequential(layer), "b": nn.Sequential(layer)})
+    assert names(model) == ["a.0"]
+    assert skipped(model) == {}
 
 
 def test_a_tied_weight_is_found_under_the_name_that_is_wanted() -> None:

@@ -100,6 +100,13 @@ def test_signs_integers_and_permutations_are_read_from_the_words() -> None:
     assert Stream(3, "k", 4).permutation(50).tolist() == sorted(range(50), key=lambda i: words[i])
 
 
+def test_normals_of_extreme_words_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.tensor([[0, 0, MASK, 0], [0, MASK, MASK, MASK]])
+    monkeypatch.setattr(Stream, "_blocks", lambda self, count: words)
+    largest = math.sqrt(2 * math.log(2**33))
+    assert Stream(0, "").normal(8).tolist() == pytest.approx([largest, 0, 0, 0, largest, 0, 0, 0], abs=1e-5)
+
+
 # Frozen: every number published with this library depends on these.
 
 FROZEN_WORDS = {
@@ -332,6 +339,12 @@ def test_compiled_is_eager(backend: str) -> None:
 def test_a_seed_outside_64_bits(seed: int) -> None:
     with pytest.raises(ValueError, match=rf"seed={seed}: choose an integer from 0 to 2\*\*64 - 1"):
         Stream(seed, "a")
+
+
+@pytest.mark.parametrize("high", [-1, 0, 2**31 + 1])
+def test_a_range_of_integers_that_does_not_fit(high: int) -> None:
+    with pytest.raises(ValueError, match=rf"high={high}: choose from 1 to 2\*\*31"):
+        Stream(0, "a").integers(high, 3)
 
 
 def test_a_stream_ends() -> None:

@@ -178,6 +178,8 @@ def test_relative_is_refused_where_there_is_no_finite_expectation():
     rule = Rule("0", Gaussian(dim=3), relative=True)
     with pytest.raises(ValueError, match=r"relative=True: E_2 half space of uniform points in 3 dimensions is inf"):
         comhe.Regularizer(network(), rule)
+    with pytest.raises(ValueError, match=r"relative=True: E_0 half space .* is -0.2.*; choose s > 0 or relative=False"):
+        comhe.Regularizer(network(), Rule("0", s=0.0, relative=True))
 
 
 def test_an_unknown_projection_is_answered_with_the_list_and_the_nearest():

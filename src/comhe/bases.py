@@ -46,7 +46,7 @@ class Bases(nn.Module):
         return int(self.twin) if self._on_device else self._round
 
     def advance(self, lr: Tensor, skipped: Tensor | None) -> None:
-        if skipped is not None or self._on_device or in_graph():
+        if in_graph() or skipped is not None or self._on_device:  # in this order compiled code reads no flag
             self._on_device = True
             self._advance_on_device(lr, skipped)
         else:

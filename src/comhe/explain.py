@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from comhe.discovery import Skipped
 from comhe.plan import Plan
+from comhe.rules import Schedule
 from comhe.tables import table
 
 
@@ -43,10 +45,11 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(plan: Plan, notes: dict[str, str]) -> Explanation:
+def explain(plan: Plan, notes: dict[str, str], weights: Sequence[float | Schedule]) -> Explanation:
+    """`weights` are those of the rules as they are now."""
     rows = []
     for group in plan.groups:
-        rule = group.rule
+        rule, weight = group.rule, weights[group.rule_index]
         moves = f", moved every {group.moves_every}" if group.moves_every else ""
         drawn = f"redrawn every {group.redraw_every}" if group.redraw_every else "drawn once"
         for layer in group.layers:
@@ -60,7 +63,7 @@ def explain(plan: Plan, notes: dict[str, str]) -> Explanation:
                     projection=str(rule.projection),
                     basis=f"{group.address} ({drawn}{moves})" if group.has_basis else "none",
                     objective=rule.describe(),
-                    weight=f"{rule.weight:g}" if isinstance(rule.weight, int | float) else "schedule",
+                    weight="schedule" if callable(weight) else f"{weight:g}",
                     engine="reference: PyTorch operations",
                 )
             )

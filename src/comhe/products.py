@@ -7,7 +7,7 @@ precision. So the product is a custom op that sets both when it runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,9 +93,19 @@ def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     a, b = ctx.saved_tensors
     wants_a, wants_b = ctx.needs_input_grad
     return (
-        product(grad, b.mT).sum_to_size(a.shape) if wants_a else None,
-        product(a.mT, grad).sum_to_size(b.shape) if wants_b else None,
+        _ordered_as(a, grad, b.mT).sum_to_size(a.shape) if wants_a else None,
+        _ordered_as(b, a.mT, grad).sum_to_size(b.shape) if wants_b else None,
     )
+
+
+def _ordered_as(operand: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, in memory by columns where the operand is: transposed back its rows lie in one piece again.
+
+    Besides the copies this saves, PyTorch 2.13 compiles sums along rows that do not lie so to wrong code on the CPU
+    (pytorch/pytorch#196681).
+    """
+    by_columns = operand.stride(-2) == 1 and operand.stride(-1) > 1
+    return product(right.mT, left.mT).mT if by_columns else product(left, right)
 
 
 _product.register_autograd(_product_backward, setup_context=_keep_operands)

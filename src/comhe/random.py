@@ -83,6 +83,8 @@ class Stream:
 
     def integers(self, high: int, *shape: int) -> Tensor:
         """Integers from 0 to high - 1, the bias below high / 2^32."""
+        if not 1 <= high <= 2**31:
+            raise ValueError(f"high={high}: choose from 1 to 2**31")
         return ((self.words(math.prod(shape)) * high) >> 32).view(shape)
 
     def permutation(self, length: int) -> Tensor:

@@ -153,7 +153,7 @@ class Regularizer(nn.Module):
 
     def explain(self) -> Explanation:
         """Which layers, their sizes, bases and strengths, and what was left out and why: print it."""
-        return explain(self.plan, self.notes)
+        return explain(self.plan, self.notes, self._schedules)
 
     @property
     def layers(self) -> list[Layer]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from comhe.discovery import layer_name, named_modules, unwrapped
+from comhe.discovery import Discovery, layer_name, named_modules, unwrapped
 from comhe.names import nearest
 from comhe.neurons import Layer
 
@@ -21,13 +21,13 @@ class Roles(NamedTuple):
     notes: dict[str, str]
 
 
-def find_roles(model: nn.Module, whole: Sequence[Layer], selected: Sequence[Layer], classifier: Classifier) -> Roles:
+def find_roles(model: nn.Module, whole: Discovery, selected: Sequence[Layer], classifier: Classifier) -> Roles:
     """`whole` are the layers found by themselves, `selected` those to regularise, which may hold others.
 
     `classifier` is a module, a layer's name, False for none, or None to look for it.
     """
     layers = list({layer.name: layer for layer in [*whole, *selected]}.values())
-    found, why = _find_classifier(model, layers, classifier) or _last(whole)
+    found, why = _find_classifier(model, layers, classifier) or (_last(model, whole), "the last layer")
     first = next((layer for layer in whole if isinstance(layer.module, _ConvNd)), None)
     notes = {"classifier": f"{', '.join(sorted(found)) or 'none'} ({why})"}
     if first is not None:
@@ -35,8 +35,15 @@ def find_roles(model: nn.Module, whole: Sequence[Layer], selected: Sequence[Laye
     return Roles(found, frozenset({first.name} if first else ()), notes)
 
 
-def _last(layers: Sequence[Layer]) -> tuple[frozenset[str], str]:
-    return frozenset(layer.name for layer in layers[-1:]), "the last layer"
+def _last(model: nn.Module, whole: Discovery) -> frozenset[str]:
+    """The last layer, even if its weight is tied and counts elsewhere."""
+    if not whole:
+        return frozenset()
+    inside = list(named_modules(model))
+    place = {id(module): i for i, (_, module) in enumerate(inside)}[id(whole[-1].module)]
+    behind = {layer_name(name, "weight") for name, _ in inside[place + 1 :]}
+    tied = [name for name, reason in whole.skipped if reason.startswith("tied to") and name in behind]
+    return frozenset([*(layer.name for layer in whole[-1:]), *tied][-1:])
 
 
 def _find_classifier(model: nn.Module, layers: Sequence[Layer], given: Classifier) -> tuple[frozenset[str], str] | None:

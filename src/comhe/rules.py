@@ -118,9 +118,10 @@ def view_weights(rule: Rule, neurons: Tensor, basis: Basis) -> list[float]:
             dim, rule.s, half_space=rule.half_space, distance=rule.distance, num_points=count
         )
         if not 0 < expected < math.inf:
+            remedy = "dim > s + 1" if expected == math.inf else "s > 0"
             raise ValueError(
                 f"relative=True: {rule.describe()} of uniform points in {dim} dimensions is {expected}; "
-                "choose dim > s + 1 or relative=False"
+                f"choose {remedy} or relative=False"
             )
         points = 2 * count if rule.half_space else count
         pairs = points * (points - 1) if rule.reduction == "sum" else 1

@@ -162,6 +162,9 @@ def test_learned_bases_are_trained_with_the_first_layers_group_and_its_schedule(
     other = momentum(parameters(attached))
     schedules = [LambdaLR(optimizer, lambda step: 0.8**step), LambdaLR(other, lambda step: 0.8**step)]
     handle = comhe.attach("learned-comhe", attached, other, dim=6)
+    for (group,) in (optimizer.param_groups, other.param_groups):
+        assert len(group["params"]) == 8
+        assert group.get("param_names", [""] * 8)[6:] == ([name for name, _ in extra] if named else [""] * 2)
     before = handle.regularizer.state_dict()["_extra_state"]["learned"]
     for step in range(6):
         train_in_loss(by_hand, optimizer, regularizer, [step])

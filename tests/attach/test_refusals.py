@@ -141,14 +141,16 @@ def test_frozen_layers_are_skipped_also_those_frozen_later():
     handle = comhe.attach("rp-comhe", model, optimizer, **SETTINGS)
     assert [layer.name for layer in handle.regularizer.layers] == ["2"]
     assert ("0", "frozen (requires_grad=False)") in handle.regularizer.explain().skipped
-    train(model, optimizer, range(2))
-
-    model[2].requires_grad_(False)
-    before = model[2].weight.clone()
-    optimizer.param_groups[0]["momentum"] = 0.0
-    train(model, optimizer, [2])
-    assert torch.equal(model[2].weight, before)
-    assert handle.regularizer.round == 3
+    handle.detach()
+    model[0].requires_grad_(True)
+    handle = comhe.attach("rp-comhe", model, optimizer, **SETTINGS)
+    for later, others in ((2, [0]), (0, [])):
+        model[later].requires_grad_(False)
+        optimizer.state.clear()  # what is left of the momentum would move it on
+        before = {i: model[i].weight.clone() for i in (0, 2)}
+        train(model, optimizer, [later])
+        assert [i for i in (0, 2) if not torch.equal(model[i].weight, before[i])] == others
+    assert handle.regularizer.round == 2
 
 
 def test_a_regularizer_made_before_is_taken_as_it_is():
@@ -162,6 +164,22 @@ def test_a_regularizer_made_before_is_taken_as_it_is():
     assert same(by_hand, attached)
     with pytest.raises(TypeError, match="dim, s: settings belong to the regularizer that was given"):
         comhe.attach(regularizers[1], attached, other, dim=3, s=1.0)
+
+
+def test_learned_bases_that_the_optimizer_holds_already_stay_there():
+    by_hand, attached = network(), network()
+    regularizers = [comhe.build("learned-comhe", model, dim=6) for model in (by_hand, attached)]
+    optimizer, other = (
+        momentum([{"params": model.parameters()}, {"params": regularizer.parameters(), "lr": 0.5}])
+        for model, regularizer in zip((by_hand, attached), regularizers, strict=True)
+    )
+    handle = comhe.attach(regularizers[1], attached, other)
+    train_in_loss(by_hand, optimizer, regularizers[0])
+    train(attached, other)
+    assert same(by_hand, attached)
+    assert same(list(regularizers[0].parameters()), list(regularizers[1].parameters()))
+    handle.detach()
+    assert [len(group["params"]) for group in other.param_groups] == [6, 2]
 
 
 def test_a_regularizer_with_layers_that_the_optimizer_does_not_hold_is_refused():

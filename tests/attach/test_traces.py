@@ -205,6 +205,16 @@ def test_nothing_waits_under_a_scaler_and_with_a_rate_on_the_device(decoupled):
         scaler.update()
 
 
+def test_nothing_waits_while_the_rate_is_zero():
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    comhe.attach("rp-comhe", model, optimizer, **SETTINGS)
+    for step in range(2):
+        loss_of(model, step).backward()
+        with NoSynchronisation():
+            optimizer.step()
+
+
 FAILURES = {
     "method": ("rp-comh", {}, "did you mean 'rp-comhe'"),
     "override": ("rp-comhe", {"dimm": 3}, "did you mean 'dim'"),

@@ -161,7 +161,7 @@ def test_silent_methods_pull_at_nothing(name: str) -> None:
 )
 def test_resumed_run_has_the_same_bits(name: str, redraw_every: Any) -> None:
     model, reg = model_and_reg(name, redraw_every=redraw_every, seed=2**63 + 5)
-    train(model, reg, 3)
+    train(model, reg, 1)
     file = io.BytesIO()
     torch.save((model.state_dict(), reg.state_dict()), file)
     expected, expected_bases = train(model, reg, 5), bases(reg)
@@ -173,7 +173,7 @@ def test_resumed_run_has_the_same_bits(name: str, redraw_every: Any) -> None:
     resumed = build(name, other, redraw_every=redraw_every)
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
-    assert resumed.round == 3
+    assert resumed.round == 1
     assert same_bits(expected, train(other, resumed, 5))
     assert same_bits(expected_bases, bases(resumed))
     assert same_bits(model.state_dict().values(), other.state_dict().values())
