@@ -29,12 +29,15 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
+# A process a core, and each on one thread: two that use both cores would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # In one call with `test`, make runs that part once.
 test-all: test
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

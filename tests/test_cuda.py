@@ -198,7 +198,9 @@ def test_layers_on_two_devices_are_computed_where_they_are(method, settings):
         gradients = torch.autograd.grad(loss, [here[0].weight, here[2].weight])
         others = torch.autograd.grad(other, [there[0].weight, there[2].weight])
         assert [gradient.device.type for gradient in others] == ["cpu", "cuda"]
-        assert_close(list(gradients), [gradient.cpu() for gradient in others])
+        # The devices round differently, and an entry near zero has no digits of its own to compare.
+        for gradient, of_mixed in zip(gradients, others, strict=True):
+            assert (of_mixed.cpu() - gradient).norm() <= 1e-5 * gradient.norm()
         regularizer.advance()
         mixed.advance()
     energies = mixed.energies()

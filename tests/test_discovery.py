@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -124,7 +125,7 @@ def test_names_are_those_of_the_state() -> None:
         (("blocks.0.conv", "experts"), ["experts", "blocks.0.conv"]),
         (["experts", "*"], ["experts", *FOUND]),
     ],
-    ids=str,
+    ids=itertools.count(),
 )
 def test_include(include: object, expected: list[str]) -> None:
     assert names(Model(), include) == expected
@@ -143,7 +144,7 @@ def test_include(include: object, expected: list[str]) -> None:
         ([nn.Embedding, "head"], ["embedding", "head"]),
         ("nothing", []),
     ],
-    ids=str,
+    ids=itertools.count(),
 )
 def test_exclude(exclude: object, left_out: list[str]) -> None:
     model = Model()
@@ -188,6 +189,14 @@ class Stored(nn.Module):
         super().__init__()
         self.in_features = self.out_features = self.nx = self.nf = 4
         self.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def test_an_unknown_weight_of_many_dimensions_is_listed_and_read_by_rows() -> None:
+    model = nn.Module()
+    model.register_parameter("kernel", nn.Parameter(torch.randn(5, 2, 3, 3)))
+    assert skipped(model) == {"kernel": "a raw parameter, read as rows along its first dimension"}
+    (layer,) = discover(model, "kernel")
+    assert torch.equal(layer.read(), model.kernel.flatten(1))
 
 
 @pytest.mark.parametrize(

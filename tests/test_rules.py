@@ -174,11 +174,19 @@ def test_a_rule_refuses_what_it_cannot_serve(kind, settings, message):
         Rule(**settings)
 
 
+@pytest.mark.parametrize("half_space", [False, True])
+def test_relative_leaves_a_single_neuron_at_zero(half_space):
+    model = nn.Sequential(nn.Linear(12, 1))
+    loss = comhe.Regularizer(model, Rule("*", Gaussian(dim=3), half_space=half_space, relative=True))()
+    assert loss == 0
+    assert not torch.autograd.grad(loss, model[0].weight)[0].any()
+
+
 def test_relative_is_refused_where_there_is_no_finite_expectation():
     rule = Rule("0", Gaussian(dim=3), relative=True)
     with pytest.raises(ValueError, match=r"relative=True: E_2 half space of uniform points in 3 dimensions is inf"):
         comhe.Regularizer(network(), rule)
-    with pytest.raises(ValueError, match=r"relative=True: E_0 half space .* is -0.2.*; choose s > 0 or relative=False"):
+    with pytest.raises(ValueError, match=r"relative=True: E_0 half space .* is -0.3.*; choose s > 0 or relative=False"):
         comhe.Regularizer(network(), Rule("0", s=0.0, relative=True))
 
 

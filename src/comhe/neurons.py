@@ -213,7 +213,7 @@ def _of_unknown(module: nn.Module, name: str, weight: Tensor) -> list[View]:
                 if tuple(weight.shape) == sizes:
                     return [View(_columns)]
     if weight.ndim > 3:
-        return []
+        return [View(_rows, unless_named="a raw parameter, read as rows along its first dimension")]
     square = weight.ndim == 2 and weight.shape[0] == weight.shape[1]
     reason = "a raw parameter, read row by row" + ("; square, so its orientation is a guess" if square else "")
     return [View(lambda w: w, unless_named=reason)]

@@ -31,7 +31,8 @@ class Regularizer(nn.Module):
     shared: layers that fit one basis (equal fan-in, as a rule) share it, as in the paper; False gives each its own.
     lr: the network's learning rate, for projections that use it; `advance(lr=...)` follows a schedule.
     jitter: relative noise that parts exact duplicates, drawn anew each round; 0 leaves the weights as they are.
-    serves: restricts the layers without changing their bases, as `attach` does to those of its optimizer.
+    serves: restricts the layers, as `attach` does to those of its optimizer. Random bases stay the same; one that
+        moves follows the layers that are served.
     notes: remarks that `explain()` repeats.
 
     The model is not changed and nothing is registered on it. Bases follow the weights' devices, and are float64 where
@@ -107,20 +108,15 @@ class Regularizer(nn.Module):
         neurons = [self._neurons(layer) for layer in group.layers]
         home = neurons[0].device
         with no_autocast(home):
+            basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
             together = [n.to(home) for n in neurons]
-            dtype = together[0].dtype
-            basis: Basis = tuple(
-                part.to(home, dtype if part.is_floating_point() else part.dtype) for part in self._bases.basis(index)
-            )
-            rate = self._lr.to(home, dtype).view(())
+            rate = self._lr.to(home, neurons[0].dtype).view(())
             basis = group.projection.refine(basis, together, group.rule.energy, rate)
             total = torch.zeros((), dtype=neurons[0].dtype, device=home)
             for layer_neurons, weights in zip(neurons, self._view_weights[index], strict=True):
-                views = group.projection.views(layer_neurons, tuple(b.to(layer_neurons.device) for b in basis))
+                views = group.projection.views(layer_neurons, tuple(part.to(layer_neurons.device) for part in basis))
                 for view, weight in zip(views, weights, strict=True):
-                    total = total + weight * group.rule.over_sets(group.rule.aggregated(group.rule.objective(view))).to(
-                        home
-                    )
+                    total = total + weight * group.rule.value(view).to(home)
             return total
 
     def _neurons(self, layer: Layer) -> Tensor:

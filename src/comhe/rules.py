@@ -90,6 +90,10 @@ class Rule:
     def aggregated(self) -> Callable[[Tensor], Tensor]:
         return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate
 
+    def value(self, view: Tensor) -> Tensor:
+        """[..., C, points, dim] -> 0-d."""
+        return self.over_sets(self.aggregated(self.objective(view)))
+
     def over_sets(self, values: Tensor) -> Tensor:
         """One number for a layer whose weight holds several separate sets of neurons: [...] -> 0-d."""
         mean = self.penalty is None and self.reduction == "mean"
@@ -117,6 +121,8 @@ def view_weights(rule: Rule, neurons: Tensor, basis: Basis) -> list[float]:
         expected = uniform_expectation(
             dim, rule.s, half_space=rule.half_space, distance=rule.distance, num_points=count
         )
+        if count == 1:
+            expected = 1.0  # the energy is 0 by itself
         if not 0 < expected < math.inf:
             remedy = "dim > s + 1" if expected == math.inf else "s > 0"
             raise ValueError(

@@ -98,7 +98,7 @@ def train(model: nn.Module, reg: comhe.Regularizer, num_rounds: int) -> list[Ten
         assert value.isfinite()
         loss = nn.functional.cross_entropy(model(images), labels) + value
         gradients = torch.autograd.grad(loss, learned, allow_unused=True)
-        rate = RATES[round_ // 3 % len(RATES)]
+        rate = RATES[round_ % len(RATES)]
         with torch.no_grad():
             for parameter, gradient in zip(learned, gradients, strict=True):
                 if gradient is not None:  # the factors of a low-rank weight start several times as large

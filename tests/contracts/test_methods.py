@@ -161,7 +161,7 @@ def test_silent_methods_pull_at_nothing(name: str) -> None:
 )
 def test_resumed_run_has_the_same_bits(name: str, redraw_every: Any) -> None:
     model, reg = model_and_reg(name, redraw_every=redraw_every, seed=2**63 + 5)
-    train(model, reg, 1)
+    train(model, reg, 2)
     file = io.BytesIO()
     torch.save((model.state_dict(), reg.state_dict()), file)
     expected, expected_bases = train(model, reg, 5), bases(reg)
@@ -173,7 +173,7 @@ def test_resumed_run_has_the_same_bits(name: str, redraw_every: Any) -> None:
     resumed = build(name, other, redraw_every=redraw_every)
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
-    assert resumed.round == 1
+    assert resumed.round == 2
     assert same_bits(expected, train(other, resumed, 5))
     assert same_bits(expected_bases, bases(resumed))
     assert same_bits(model.state_dict().values(), other.state_dict().values())
@@ -219,8 +219,11 @@ def test_basis_changes_from_round_to_round_and_comes_back_on_resume(name: str) -
     groups = [group for group in reg.plan.groups if group.has_basis]
     changing = all(1 in (group.redraw_every, group.moves_every) for group in groups)
     seen, states = [bases(reg)], [copy.deepcopy(reg.state_dict())]
+    places = [t.data_ptr() for index in range(len(reg.plan.groups)) for t in reg._bases.basis(index)]
     for _ in range(4):
         reg.advance()
+        # In the same memory: a captured graph reads the new numbers.
+        assert places == [t.data_ptr() for index in range(len(reg.plan.groups)) for t in reg._bases.basis(index)]
         seen.append(bases(reg))
         states.append(copy.deepcopy(reg.state_dict()))
     if name == "g-comhe":  # runs of channels are no random basis
@@ -307,7 +310,9 @@ def test_compiles_once_over_a_thousand_redraws_and_changes_of_weight() -> None:
 def test_default_backend_compiles_once(name: str) -> None:
     model = two_layers()
     reg = build(name, model)
-    assert compiled_equals_eager(name, model, reg, "inductor", 1000 if name == "rp-comhe" else 30) == 1
+    # A cache would outlive changes of the library: its key knows nothing of how our operators are differentiated.
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert compiled_equals_eager(name, model, reg, "inductor", 1000 if name == "rp-comhe" else 30) == 1
 
 
 # Precision
