@@ -59,6 +59,21 @@ def test_which_layers_the_reference_projects(cnn9: nn.Module) -> None:
     assert [row.weight for row in rows] == ["1"] * 10 + ["10"]
 
 
+def test_reference_adds_to_squared_norms_what_the_code_adds() -> None:
+    """Norms are sqrt(norm^2 + 1e-4): points then lie inside the sphere, the more so the smaller the weights."""
+    model = nn.Sequential(nn.Linear(20, 9, bias=False), nn.Linear(9, 4, bias=False)).double()
+    with torch.no_grad():
+        model[0].weight *= 0.05
+    weight = model[0].weight.detach()
+    points = weight / (weight.square().sum(dim=1, keepdim=True) + 1e-4).sqrt()
+    both = torch.cat([points, -points])
+    squares = (both[:, None] - both[None]).square().sum(dim=-1)
+    expected = (1 / squares)[~torch.eye(18, dtype=torch.bool)].mean().item()
+    found = value_of("hs-mhe-reference", model, classifier_weight=0)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert value_of("hs-mhe", model) < 0.999 * found
+
+
 def test_unprojected_energies_are_those_of_uniform_directions(cnn9: nn.Module) -> None:
     """He-normal neurons point uniformly: each layer's energy is the expectation to a few parts in a thousand."""
     reg = comhe.build("hs-mhe", cnn9, classifier_weight=10)

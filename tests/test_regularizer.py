@@ -136,6 +136,15 @@ def test_a_strength_that_is_set_ends_the_schedule():
     torch.testing.assert_close(regularizer(), 0.5 * comhe.energy(model[0].weight, half_space=True))
 
 
+def test_a_strength_that_is_set_is_part_of_the_state():
+    model, rules = network(), [Rule("0", name="front"), Rule("2", weight=3.0)]
+    regularizer, resumed, untouched = (comhe.Regularizer(model, rules) for _ in range(3))
+    regularizer.set_weight(0.5, "front")
+    resumed.load_state_dict(regularizer.state_dict())
+    assert torch.equal(resumed(), regularizer())
+    assert not torch.equal(untouched(), regularizer())
+
+
 def test_what_has_weight_zero_is_not_computed():
     model = network()
     calls = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from comhe.bases import in_graph
+from comhe.arrival import Arrival
 from comhe.build import build
 from comhe.methods import find_method
 from comhe.neurons import Layer
@@ -22,19 +22,6 @@ from comhe.regularizer import Regularizer
 
 # Every parameter that some attachment serves, and a weak reference to that attachment.
 _attached = WeakIdKeyDictionary()
-
-# A weight can be seen to move where its update exceeds this many units in its last place, whatever the optimizer.
-_VISIBLE = 100
-
-
-class _Probe(NamedTuple):
-    """One parameter before the optimizer's step, to see afterwards that the step used our gradient."""
-
-    layer: str
-    parameter: Tensor
-    value: Tensor
-    without_ours: Tensor | None
-    with_ours: Tensor
 
 
 class Attachment:
@@ -53,9 +40,10 @@ class Attachment:
         _refuse_attached(self._leaves.values())
         self.value = torch.full((), float("nan"), device=regularizer.layers[0].device)
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._probe: _Probe | None = None
-        self._is_checked = False
+        self._arrival = Arrival()
         self._is_stepping = False
+        # A resumed optimizer beside an attachment that starts anew would repeat the bases of the first rounds.
+        self._is_behind = self._is_loaded = False
         self._hooks: list[RemovableHandle] = []
         self._adopted: set[int] = set()
 
@@ -68,6 +56,7 @@ class Attachment:
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 
     def _adopt_bases(self) -> None:
@@ -105,11 +94,20 @@ class Attachment:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.regularizer.load_state_dict(state)
+        self._is_behind, self._is_loaded = False, True
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        self._is_behind = not self._is_loaded
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._is_behind:
+            raise RuntimeError(
+                "the optimizer's state was loaded, the attachment's was not: call load_state_dict(...) with what its "
+                "state_dict() gave, or detach() and attach anew to begin at round 0"
+            )
         if self._is_stepping:  # a subclass that calls super().step() runs the hooks twice
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -148,7 +146,7 @@ class Attachment:
     def _add(self) -> None:
         # A fused optimizer under a gradient scaler holds scaled gradients still, and divides by this itself.
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        probed = self._probed()
+        probed = self._arrival.choose(self._gradients, self._rates())
         for leaf, gradient in self._gradients:
             without = None if leaf.grad is None or leaf is not probed else leaf.grad.clone()
             if scale is not None:  # lifted, as the scale alone can exceed what half precision holds
@@ -160,7 +158,7 @@ class Attachment:
             else:
                 leaf.grad.add_(gradient)
             if leaf is probed:
-                self._probe = _Probe(self._leaves[id(leaf)][0], leaf, leaf.detach().clone(), without, leaf.grad.clone())
+                self._arrival.watch(leaf, without)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -175,49 +173,18 @@ class Attachment:
             if overflow is not None:
                 step = torch.where(overflow.to(step.device) == 0, step, 0.0)
             leaf.sub_(step)
-        if self._probe is not None:
-            self._check_arrival(self._probe, rates, overflow)
-        self._gradients, self._probe = [], None
+        if why := self._arrival.failure(optimizer, rates):
+            layer = self._leaves[id(self._arrival.parameter)][0]
+            self.detach()
+            raise RuntimeError(
+                f"the regularizer's gradient did not reach the update of {layer}: {why}. Use decoupled=True, or add "
+                "comhe.build(...)() to the loss"
+            )
+        self._gradients, self._is_loaded = [], False
         self.regularizer.advance(skipped=overflow)
 
     def _rates(self) -> dict[int, Any]:
         return {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
-
-    def _probed(self) -> Tensor | None:
-        """The smallest weight that gets a gradient from us, until one has been seen to arrive."""
-        if self._is_checked or in_graph():
-            return None
-        rates = self._rates()
-        for leaf, gradient in sorted(self._gradients, key=lambda pair: pair[0].numel()):
-            if rates[id(leaf)] != 0 and bool(gradient.any()):
-                return leaf
-        return None
-
-    def _check_arrival(self, probe: _Probe, rates: dict[int, Any], overflow: Tensor | None) -> None:
-        """Once: the step has moved the parameter, with a gradient that still held our part."""
-        if overflow is not None and bool(overflow):
-            return
-        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        gradient = probe.with_ours if scale is None else probe.with_ours / scale
-        if torch.equal(probe.parameter, probe.value):
-            update = rates[id(probe.parameter)] * gradient.abs().clamp(max=1)
-            if bool((update > _VISIBLE * torch.finfo(probe.value.dtype).eps * probe.value.abs()).any()):
-                self._fail(probe.layer, "the step did not move its weight")
-            return
-        self._is_checked = True
-        grad = probe.parameter.grad
-        if grad is None or probe.without_ours is None:
-            return
-        without = probe.without_ours.to_dense()
-        if torch.equal(grad.to_dense(), without) and not torch.equal(probe.with_ours, without):
-            self._fail(probe.layer, "the gradient was taken away again before the update")
-
-    def _fail(self, layer: str, why: str) -> None:
-        self.detach()
-        raise RuntimeError(
-            f"the regularizer's gradient did not reach the update of {layer}: {why}. Use decoupled=True, or add "
-            "comhe.build(...)() to the loss"
-        )
 
 
 def attach(
@@ -274,6 +241,10 @@ def _innermost(optimizer: Any) -> Optimizer:
         raise TypeError(f"optimizer={type(optimizer).__name__}: give a torch.optim.Optimizer")
     if isinstance(optimizer, LBFGS):
         raise ValueError("LBFGS evaluates its closure many times a step: add comhe.build(...)() to the loss instead")
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ValueError(
+            f"{type(optimizer).__name__} has a group without a learning rate: give it one, or use the loss form"
+        )
     if isinstance(optimizer, SparseAdam):
         raise ValueError("SparseAdam takes sparse gradients only, a regularizer's is dense: use Adam")
     return optimizer

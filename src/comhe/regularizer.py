@@ -79,6 +79,7 @@ class Regularizer(nn.Module):
         # One element, not 0-d: the compiler takes a 0-d number on the CPU for a symbol, and compiles twice for it.
         self.register_buffer("_lr", torch.full((1,), lr or 0.0, dtype=widest(device), device=device), persistent=False)
         self._schedules = [rule.weight for rule in self.plan.rules]
+        self._set_weights: dict[str, float] = {}
         for index in range(len(self.plan.rules)):
             self.register_buffer(f"_weight_{index}", torch.zeros_like(self._lr), persistent=False)
         with torch.no_grad():
@@ -188,7 +189,7 @@ class Regularizer(nn.Module):
             raise ValueError(f"no rule {rule!r} with layers{nearest(str(rule), used.values())}")
         if not math.isfinite(weight):
             raise ValueError(f"weight={weight}: choose a finite number")
-        self._schedules[index] = weight
+        self._schedules[index] = self._set_weights[used[index]] = weight
         self._write_weights()
 
     def _write_weights(self) -> None:
@@ -214,6 +215,7 @@ class Regularizer(nn.Module):
             "round": self.round,
             "seed": self._bases.seed,
             "lr": float(self._lr) if self._lr_known else None,
+            "weights": dict(self._set_weights),
             "layers": self._layers_by_address(),
             "learned": self._bases.learned(),
         }
@@ -226,6 +228,8 @@ class Regularizer(nn.Module):
         if state["lr"] is not None:
             self.set_lr(state["lr"])
         self._write_weights()
+        for rule, weight in state["weights"].items():
+            self.set_weight(weight, rule)
 
     def _layers_by_address(self) -> dict[str, list[str]]:
         return {group.address: [layer.name for layer in group.layers] for group in self.plan.groups}

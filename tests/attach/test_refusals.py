@@ -249,3 +249,12 @@ def test_a_weight_used_twice_in_the_forward_pass():
     train_in_loss(by_hand, optimizer, regularizer, range(3))
     train(attached, other, range(3))
     assert_close(by_hand, attached)
+
+
+def test_a_group_without_a_learning_rate_is_refused():
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match="SGD has a group without a learning rate"):
+        comhe.attach("hs-mhe", model, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks

@@ -134,3 +134,31 @@ def test_a_state_saved_inside_a_wrapper_loads_outside():
     resumed = comhe.attach("ap-comhe", wrapped, other, **settings)
     resumed.load_state_dict(handle.state_dict())
     assert same(resumed.state_dict(), handle.state_dict())
+
+
+def test_an_optimizer_resumed_without_its_attachment_is_an_error():
+    before = start("rp-comhe", METHODS["rp-comhe"], partial(AdamW, lr=0.01))
+    train(*before[:2], range(3))
+    saved = carry(*before)
+    model, optimizer, handle = start("rp-comhe", METHODS["rp-comhe"], partial(AdamW, lr=0.01))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    with pytest.raises(RuntimeError, match="the attachment's was not: call load_state_dict"):
+        train(model, optimizer, range(3, 4))
+    handle.load_state_dict(saved[2])
+    train(model, optimizer, range(3, 4))
+    assert handle.regularizer.round == 4
+
+
+def test_the_attachment_may_be_loaded_before_the_optimizer():
+    before = start("rp-comhe", METHODS["rp-comhe"], partial(AdamW, lr=0.01))
+    train(*before[:2], range(3))
+    saved = carry(*before)
+    model, optimizer, handle = start("rp-comhe", METHODS["rp-comhe"], partial(AdamW, lr=0.01))
+    handle.load_state_dict(saved[2])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, range(3, 5))
+    assert handle.regularizer.round == 5
+    optimizer.load_state_dict(saved[1])  # a second time, alone
+    with pytest.raises(RuntimeError, match="the attachment's was not"):
+        train(model, optimizer, range(5, 6))

@@ -108,6 +108,19 @@ def test_forward_changes_nothing(name: str) -> None:
     assert same_bits(before[0].values(), model.state_dict().values())
 
 
+@each_method
+def test_learning_rate_enters_where_the_code_has_it(name: str) -> None:
+    (_, slow), (_, fast) = model_and_reg(name), model_and_reg(name)
+    slow.advance(lr=0.02)
+    fast.advance(lr=0.2)
+    uses_it = name in ("ap-comhe-reference", "adv-comhe-reference")
+    assert same_bits(bases(slow), bases(fast)) is not uses_it
+    assert torch.equal(slow(), fast()) is not uses_it
+    if uses_it:
+        with pytest.raises(ValueError, match="learning rate"):
+            build(name, small_cnn.small_cnn(), lr=None)()
+
+
 # Descent
 
 
