@@ -179,4 +179,5 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     options = parse()
+    split(options.labels, torch.Generator())  # refuses what cannot be, before two processes start
     print(table(run_all(options), options))

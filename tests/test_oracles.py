@@ -60,18 +60,17 @@ def test_which_layers_the_reference_projects(cnn9: nn.Module) -> None:
 
 
 def test_reference_adds_to_squared_norms_what_the_code_adds() -> None:
-    """Norms are sqrt(norm^2 + 1e-4): points then lie inside the sphere, the more so the smaller the weights."""
+    """1 / (2 - 2 cos) of neurons and antipodes, with sqrt(norm^2 + 1e-4) for the norm in the cosine."""
     model = nn.Sequential(nn.Linear(20, 9, bias=False), nn.Linear(9, 4, bias=False)).double()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        model[0].weight *= 0.05
+        model[0].weight.copy_(0.0065 * torch.randn(9, 20, generator=generator))  # norm^2 about 1e-3
     weight = model[0].weight.detach()
     points = weight / (weight.square().sum(dim=1, keepdim=True) + 1e-4).sqrt()
     both = torch.cat([points, -points])
-    squares = (both[:, None] - both[None]).square().sum(dim=-1)
-    expected = (1 / squares)[~torch.eye(18, dtype=torch.bool)].mean().item()
-    found = value_of("hs-mhe-reference", model, classifier_weight=0)
-    assert found == pytest.approx(expected, rel=1e-12)
-    assert value_of("hs-mhe", model) < 0.999 * found
+    expected = (1 / (2 - 2 * both @ both.T))[~torch.eye(18, dtype=torch.bool)].mean().item()
+    assert value_of("hs-mhe-reference", model, classifier_weight=0) == pytest.approx(expected, rel=1e-12)
+    assert value_of("hs-mhe", model) != pytest.approx(expected, rel=1e-3)
 
 
 def test_unprojected_energies_are_those_of_uniform_directions(cnn9: nn.Module) -> None:
