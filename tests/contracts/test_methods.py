@@ -15,6 +15,7 @@ import torch
 from small_cnn import HIDDEN, bases, build, is_silent, same_bits, train, weights_of, with_basis
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import comhe
 from comhe.methods import ALIASES, METHODS, find_method
@@ -154,7 +155,8 @@ def test_descent_lowers_the_energy_and_opens_the_angles(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if is_silent(name)])
 def test_silent_methods_pull_at_nothing(name: str) -> None:
-    model, reg = model_and_reg(name)
+    model = small_cnn.small_cnn().double()  # so that a small change can be told from rounding
+    reg = build(name, model)
     energies, neurons = reg.energies(), [layer.read().detach().clone() for layer in reg.layers]
     assert not reg().requires_grad
     train(model, reg, 5)
@@ -163,7 +165,7 @@ def test_silent_methods_pull_at_nothing(name: str) -> None:
         assert (layer.read() - before).norm() > 1e-3 * before.norm()  # the task moves the weights
         change = (reg.energies()[layer.name] - energies[layer.name]).abs() / energies[layer.name]
         # Only under rotation does the energy stay, to rounding.
-        assert (change.item() < 1e-6) is (name == "rotation")
+        assert change < 1e-13 if name == "rotation" else change > 1e-9
 
 
 # Resuming
@@ -422,9 +424,9 @@ def test_assigned_state_is_followed(name: str) -> None:
 @each_method
 def test_state_of_a_wrapped_model_loads_into_the_plain_one(name: str) -> None:
     model = small_cnn.small_cnn()
-    wrapped = nn.DataParallel(torch.compile(model))
+    wrapped = torch.compile(checkpoint_wrapper(model))
     reg = build(name, wrapped)
-    assert any(key.startswith("module._orig_mod.") for key in wrapped.state_dict())
+    assert "_orig_mod._checkpoint_wrapped_module.fc" in dict(wrapped.named_modules())
     train(model, reg, 2)
     weights, state = copy.deepcopy((model.state_dict(), reg.state_dict()))
     plain, resumed = model_and_reg(name, seed=5)
