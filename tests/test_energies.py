@@ -705,6 +705,17 @@ def test_finite_for_every_finite_input(
         assert not found[largest == 0].any()
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every_setting
+def test_a_point_that_is_not_finite_makes_the_energy_nan(setting: dict, bad: float) -> None:
+    """Training that has diverged must be seen to: a point is not dropped because its norm cannot be told."""
+    points = normal(5, 7, dtype=torch.float32)
+    points[2, 3] = bad
+    value, gradient = value_and_gradient(points, **setting)
+    assert torch.isnan(value)
+    assert torch.isnan(gradient).any()
+
+
 # Errors.
 
 

@@ -369,6 +369,17 @@ def test_srip_refuses() -> None:
         srip(w, start=torch.ones(6))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@every_form
+@every_shape
+def test_a_neuron_that_is_not_finite_makes_the_penalty_nan(
+    shape: tuple[int, int], name: str, options: dict, bad: float
+) -> None:
+    neurons = normal(*shape)
+    neurons[1, 1] = bad
+    assert torch.isnan(PENALTIES[name](neurons, **options))
+
+
 def test_every_public_function_is_a_penalty() -> None:
     assert list(PENALTIES) == ["orthogonal", "orthonormal", "srip", "mma"]
     assert set(PENALTIES) == {name for name, _ in FORMS}

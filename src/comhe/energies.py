@@ -190,7 +190,7 @@ def energy(
     pairs i != j (Eq. 1), "mean" divides by their number N (N - 1). `distance` is the chord |a - b| or the angle in
     radians. `half_space` takes the 2N points +-w_i, antipodes included (Appendix B). float64 is computed and returned
     in float64, every lower precision in float32. A zero point counts as orthogonal to all others, with gradient zero;
-    duplicates have a finite energy. `norm_eps` is added to squared norms as in the reference code, which makes the
-    energy depend on scale: leave it 0.
+    duplicates have a finite energy; a point that is not finite makes it NaN. `norm_eps` is added to squared norms as in
+    the reference code, which makes the energy depend on scale: leave it 0.
     """
     return Energy(s, half_space, distance, reduction, norm_eps)(points)

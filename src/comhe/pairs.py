@@ -36,12 +36,13 @@ class Pairs(NamedTuple):
 def sphere(points: Tensor, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """Rows on the unit sphere, [..., N, D] in the widest type, and what their squared norm lacks to 1, [..., N].
 
-    A zero row stays zero (lacking 1): it is then orthogonal to all and its gradient is exactly zero. With `norm_eps`
-    the norm is sqrt(norm^2 + norm_eps), as in the reference code, and no longer independent of scale.
+    A zero row stays zero (lacking 1): it is then orthogonal to all and its gradient is exactly zero. A row that is not
+    finite becomes NaN. With `norm_eps` the norm is sqrt(norm^2 + norm_eps), as in the reference code, and no longer
+    independent of scale.
     """
     wide, _ = _scaled(points, norm_eps)
     square = (wide * wide).sum(dim=-1, keepdim=True)
-    alive = square > 0
+    alive = square != 0  # true of NaN, which goes on
     norm = torch.sqrt(torch.where(alive, square, 1.0) + norm_eps)
     unit = torch.where(alive, wide / norm, 0.0)
     lacking = torch.where(alive, norm_eps / (square + norm_eps) if norm_eps else 0.0, 1.0)
@@ -52,7 +53,7 @@ def inverse_norms(points: Tensor, norm_eps: float = 0.0) -> Tensor:
     """1 / norm of each row, [..., N, 1] in the widest type; 0 for a zero row."""
     wide, scale = _scaled(points, norm_eps)
     square = (wide * wide).sum(dim=-1, keepdim=True)
-    alive = square > 0
+    alive = square != 0
     return torch.where(alive, torch.rsqrt(torch.where(alive, square, 1.0) + norm_eps) / scale, 0.0)
 
 

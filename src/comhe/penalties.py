@@ -165,8 +165,8 @@ def _nearest(unit: Tensor) -> Tensor:
 
 def _root(square: Tensor) -> Tensor:
     """The square root, with slope zero at zero."""
-    positive = square > 0
-    return torch.where(positive, torch.sqrt(torch.where(positive, square, 1.0)), 0.0)
+    nonzero = square != 0  # true of NaN, which goes on
+    return torch.where(nonzero, torch.sqrt(torch.where(nonzero, square, 1.0)), 0.0)
 
 
 def _norm(tensor: Tensor, dims: tuple[int, int]) -> Tensor:
