@@ -261,3 +261,50 @@ def test_bases_follow_a_model_that_turns_to_float64():
     twin = comhe.Regularizer(model, Gaussian(dim=6))
     twin.advance()
     assert torch.equal(regularizer(), twin())
+
+
+class Halved(nn.Module):
+    """A parametrization by a product, counting how often it is computed."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.eye(size) / 2)
+        self.num_calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.factor @ weight
+
+
+def test_a_parametrized_weight_of_several_layers_is_computed_once():
+    attention = nn.MultiheadAttention(8, 2)
+    halved = Halved(24)
+    nn.utils.parametrize.register_parametrization(attention, "in_proj_weight", halved)
+    regularizer = comhe.Regularizer(attention, Adversarial(dim=4))
+    assert [layer.name for layer in regularizer.layers][:3] == [f"in_proj_weight.{part}" for part in "qkv"]
+    for use in (regularizer, regularizer.energies, regularizer.advance):
+        halved.num_calls = 0
+        use()
+        assert halved.num_calls == 1
+
+
+def test_autocast_does_not_reach_a_parametrization():
+    attention = nn.MultiheadAttention(8, 2)
+    nn.utils.parametrize.register_parametrization(attention, "in_proj_weight", Halved(24))
+    regularizer = comhe.Regularizer(attention, Gaussian(dim=4))
+    plain, energies = regularizer(), regularizer.energies()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(regularizer(), plain)
+        assert regularizer.energies() == energies
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.MultiheadAttention])
+def test_a_layer_whose_weights_hold_several_sets_is_compiled_whole(kind):
+    torch.manual_seed(0)
+    module = kind(8, 8)
+    regularizer = comhe.Regularizer(module, Gaussian(dim=4))
+    torch._dynamo.reset()
+    compiled = torch.compile(regularizer, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(), regularizer(), rtol=1e-6, atol=0.0)
+        regularizer.advance()

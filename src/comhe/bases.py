@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from comhe.neurons import Layer
+from comhe.neurons import Layer, read_all
 from comhe.plan import Group, Plan
 from comhe.products import lift, no_autocast
 from comhe.projections import Basis
@@ -86,9 +86,9 @@ class Bases(nn.Module):
 
     def _moved(self, index: int, group: Group, lr: Tensor) -> Basis:
         home = group.layers[0].device
-        neurons = [layer.read().to(home) for layer in group.layers]
+        neurons = read_all(group.layers)
         with no_autocast(home):
-            lifted = [lift(n) for n in neurons]
+            lifted = [lift(neurons[layer.name].to(home)) for layer in group.layers]
             rate = lr.to(home, lifted[0].dtype)
             return group.projection.advance(self.basis(index), lifted, group.rule.energy, rate)
 

@@ -99,8 +99,7 @@ def discover(
 def matches(selector: Selector, layer: Layer) -> bool:
     if isinstance(selector, str):
         full = f"{layer.name}.weight" if layer.parameter == "weight" else layer.name
-        whole = layer.name.removesuffix(f".{layer.view.part}") if layer.view.part else layer.name
-        return any(fnmatchcase(name, selector) for name in (layer.name, full, whole))
+        return any(fnmatchcase(name, selector) for name in (layer.name, full, layer.weight_name))
     if isinstance(selector, type):
         return isinstance(layer.module, selector)
     return bool(selector(layer))

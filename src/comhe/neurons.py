@@ -6,13 +6,15 @@ A leading dimension separates sets between which angles mean nothing: groups of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
+
+from comhe.products import no_autocast
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -39,8 +41,11 @@ class Layer:
     num_neurons: int = field(init=False)
     fan_in: int = field(init=False)
     num_groups: int = field(init=False)
+    _plain: Mapping[str, nn.Parameter | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Compiled code may hold the parameters of a recurrent module, but not the module.
+        object.__setattr__(self, "_plain", self.module._parameters)
         with torch.no_grad():
             shape = self.read().shape
         object.__setattr__(self, "num_neurons", shape[-2])
@@ -48,14 +53,30 @@ class Layer:
         object.__setattr__(self, "num_groups", math.prod(shape[:-2]))
 
     @property
+    def weight_name(self) -> str:
+        """The name that the parts of a fused weight have in common."""
+        return self.name.removesuffix(f".{self.view.part}") if self.view.part else self.name
+
+    @property
     def taps(self) -> int:
         return self.view.taps
 
     def read(self) -> Tensor:
         """The neurons [..., N, D] as the weight has them now, differentiable in the module's parameters."""
+        return self.within(self.source())
+
+    def source(self) -> Tensor | dict[str, Tensor]:
+        """What the neurons lie in: the weight, or the factors of a low-rank one."""
+        plain = self._plain.get(self.parameter)
+        if plain is not None:
+            return plain
         if self.view.factor:
-            return read_factors(self.module, self.parameter)[self.view.factor]
-        return self.view.arrange(read_weight(self.module, self.parameter))
+            return read_factors(self.module, self.parameter)
+        return read_weight(self.module, self.parameter)
+
+    def within(self, source: Tensor | dict[str, Tensor]) -> Tensor:
+        """The neurons in what `source` gave for this layer, or for another one of the same weight."""
+        return source[self.view.factor] if isinstance(source, dict) else self.view.arrange(source)
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +88,19 @@ class Layer:
 
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The parameters that the neurons are computed from."""
-        return tuple(leaves(self.module, self.parameter))
+        plain = self._plain.get(self.parameter)
+        return (plain,) if plain is not None else tuple(leaves(self.module, self.parameter))
+
+
+def read_all(layers: Iterable[Layer]) -> dict[str, Tensor]:
+    """The neurons of each layer by its name; a weight that several layers are parts of is computed once."""
+    sources: dict[str, Tensor | dict[str, Tensor]] = {}
+    found = {}
+    for layer in layers:
+        if layer.weight_name not in sources:
+            sources[layer.weight_name] = layer.source()
+        found[layer.name] = layer.within(sources[layer.weight_name])
+    return found
 
 
 def read_weight(module: nn.Module, name: str) -> Tensor:
@@ -79,7 +112,8 @@ def read_weight(module: nn.Module, name: str) -> Tensor:
     for part in training:
         part.training = False
     try:
-        weight: Tensor = parametrizations()
+        with no_autocast(next(leaves(module, name)).device):
+            weight: Tensor = parametrizations()
     finally:
         for part in training:
             part.training = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from comhe.discovery import Selection
 from comhe.energies import Energy
 from comhe.explain import Explanation, explain
 from comhe.names import nearest
-from comhe.neurons import Layer
+from comhe.neurons import Layer, read_all
 from comhe.plan import Group, make_plan
 from comhe.products import lift, no_autocast, widest
 from comhe.projections import Basis, Projection
@@ -97,16 +97,18 @@ class Regularizer(nn.Module):
             )
         device = self._bases.twin.device
         total = torch.zeros((), device=device)
+        heard = [group for group in self.plan.groups if not self._silent[group.rule_index]]
+        neurons = read_all(layer for group in heard for layer in group.layers)
         for index, group in enumerate(self.plan.groups):
             if not self._silent[group.rule_index]:
-                value = self._value(index, group)
+                value = self._value(index, group, neurons)
                 weight: Tensor = getattr(self, f"_weight_{group.rule_index}")
                 total = total + weight.to(device, value.dtype).view(()) * value.to(device)
         return total
 
-    def _value(self, index: int, group: Group) -> Tensor:
+    def _value(self, index: int, group: Group, found: Mapping[str, Tensor]) -> Tensor:
         """The energies of the layers that share a basis, added up."""
-        neurons = [self._neurons(layer) for layer in group.layers]
+        neurons = [self._jittered(layer, lift(found[layer.name])) for layer in group.layers]
         home = neurons[0].device
         with no_autocast(home):
             basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
@@ -120,8 +122,7 @@ class Regularizer(nn.Module):
                     total = total + weight * group.rule.value(view).to(home)
             return total
 
-    def _neurons(self, layer: Layer) -> Tensor:
-        neurons = lift(layer.read())
+    def _jittered(self, layer: Layer, neurons: Tensor) -> Tensor:
         if self._jitter:
             size = neurons.detach().square().mean(dim=-1, keepdim=True).sqrt()
             neurons = neurons + self._jitter * size * noise(self._bases.seed, layer, self._bases.twin, neurons)
@@ -133,7 +134,7 @@ class Regularizer(nn.Module):
 
         `s` and `half_space` are those of the layer's rule unless given; a layer under a penalty has an energy too.
         """
-        found = {}
+        found, read = {}, read_all(self.layers)
         for group in self.plan.groups:
             rule = group.rule
             energy = Energy(
@@ -143,7 +144,7 @@ class Regularizer(nn.Module):
                 rule.reduction,
             )
             for layer in group.layers:
-                neurons = lift(layer.read())
+                neurons = lift(read[layer.name])
                 with no_autocast(neurons.device):
                     found[layer.name] = rule.over_sets(energy(neurons))
         return {layer.name: found[layer.name] for layer in self.layers}

@@ -50,7 +50,7 @@ def _find_classifier(model: nn.Module, layers: Sequence[Layer], given: Classifie
     if given is False:
         return frozenset(), "classifier=False"
     if isinstance(given, str):
-        names = frozenset(layer.name for layer in layers if given in (layer.name, _whole(layer)))
+        names = frozenset(layer.name for layer in layers if given in (layer.name, layer.weight_name))
         if not names:
             raise ValueError(f"classifier={given!r} is no layer{nearest(given, [layer.name for layer in layers])}")
         return names, "named"
@@ -78,7 +78,3 @@ def _within(module: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
 def _tied(head: nn.Module, model: nn.Module) -> frozenset[str]:
     """A head whose weight counts elsewhere is named all the same; there is nothing of its own to leave out."""
     return frozenset(layer_name(name, "weight") for name, module in named_modules(model) if module is head)
-
-
-def _whole(layer: Layer) -> str:
-    return layer.name.removesuffix(f".{layer.view.part}") if layer.view.part else layer.name
