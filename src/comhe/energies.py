@@ -45,21 +45,26 @@ class Energy:
         if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps={self.norm_eps}: choose 0 or a small positive number")
 
-    def __call__(self, points: Tensor) -> Tensor:
-        """[..., N, D] -> [...]."""
+    def __call__(self, points: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[..., N, D] -> [...]. Pairs are computed in `dtype`, in that of the points unless given.
+
+        Points that come of a product are to be given in the widest type: rounded before, close ones have lost the
+        digits of their difference.
+        """
         points = _checked(points)
+        dtype = dtype or points.dtype
         if points.shape[-2] < 2:
-            return (points * 0.0).sum(dim=(-2, -1))  # no partner: energy 0, gradient zero
-        value: Tensor = _WithGradient.apply(points, self)  # type: ignore[no-untyped-call]
+            return (points * 0.0).sum(dim=(-2, -1)).to(dtype)  # no partner: energy 0, gradient zero
+        value: Tensor = _WithGradient.apply(points, self, dtype)  # type: ignore[no-untyped-call]
         return value
 
-    def gradient(self, points: Tensor) -> Tensor:
-        """The derivative of `self(points).sum()`, [..., N, D], in closed form; itself differentiable."""
+    def gradient(self, points: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The derivative of `self(points, dtype).sum()`, [..., N, D], in closed form; itself differentiable."""
         points = _checked(points)
         if points.shape[-2] < 2:
             return points * 0.0
         unit, lacking = sphere(points, self.norm_eps)
-        return self._gradient(points, unit, lacking, pairs(unit, lacking, points.dtype))
+        return self._gradient(points, unit, lacking, pairs(unit, lacking, dtype or points.dtype))
 
     def _value(self, found: Pairs, lacking: Tensor) -> Tensor:
         if self.half_space:
@@ -85,7 +90,7 @@ class Energy:
         if self.norm_eps:
             of_lacking = slope.sum(dim=-1) + slope.sum(dim=-2)
             if self.half_space:
-                short = 2 * lacking.to(points.dtype)
+                short = 2 * lacking.to(slope.dtype)
                 of_lacking = of_lacking - 2 * self._slope(4 - short, short)
             force = force - 2 * (lacking * of_lacking).unsqueeze(-1) * unit
         factor = 2.0 if self.half_space else 1.0
@@ -141,20 +146,21 @@ class _WithGradient(torch.autograd.Function):
     """An energy whose gradient is computed beside it: one pass over the pairs, nothing of size N x N kept."""
 
     @staticmethod
-    def forward(ctx: Any, points: Tensor, energy: Energy) -> Tensor:
+    def forward(ctx: Any, points: Tensor, energy: Energy, dtype: torch.dtype) -> Tensor:
         unit, lacking = sphere(points, energy.norm_eps)
-        found = pairs(unit, lacking, points.dtype)
+        found = pairs(unit, lacking, dtype)
         if ctx.needs_input_grad[0]:
-            ctx.energy = energy
+            ctx.energy, ctx.dtype = energy, dtype
             ctx.save_for_backward(points, energy._gradient(points, unit, lacking, found))
         return energy._value(found, lacking)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         points, gradient = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradient = ctx.energy.gradient(points)  # a second derivative is wanted, which the saved numbers lack
-        return grad.unsqueeze(-1).unsqueeze(-1) * gradient, None
+            # A second derivative is wanted, which the saved numbers lack.
+            gradient = ctx.energy.gradient(points, ctx.dtype)
+        return grad.unsqueeze(-1).unsqueeze(-1) * gradient, None, None
 
 
 def _checked(points: Tensor) -> Tensor:

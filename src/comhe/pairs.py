@@ -109,10 +109,10 @@ def _from_products(u: Tensor, v: Tensor, products: Tensor, side: Tensor, close: 
     """pair_products(u, v) in `dtype`, given the matrix of the u_i . v_j."""
     diagonal = (u * v).sum(dim=-1).to(products.dtype)
     both = products + products.mT
-    result = (diagonal.unsqueeze(-1) + diagonal.unsqueeze(-2) - side * both).to(dtype)
+    result = (diagonal.unsqueeze(-1) + diagonal.unsqueeze(-2) - side * both).to(dtype).contiguous()
     if u.is_cuda:
         return result
-    flat_u, flat_v, flat_side, flat = map(_batched, (u.contiguous(), v.contiguous(), side, result))
+    flat_u, flat_v, flat_side, flat = map(_batched, (u.contiguous(), v.contiguous(), side.contiguous(), result))
     for batch, i, j in _close_pairs(close, u.shape[-1]):
         sign = flat_side[batch, i, j].unsqueeze(-1)
         du = flat_u[batch, i] - sign * flat_u[batch, j]
@@ -153,14 +153,14 @@ def _(u: Tensor, v: Tensor, side: Tensor, close: Tensor, dtype: torch.dtype) -> 
 
 @torch.library.custom_op("comhe::laplacian", mutates_args=())
 def _laplacian(weights: Tensor, u: Tensor, side: Tensor, close: Tensor) -> Tensor:
-    dtype = _product_dtype(u, weights.dtype)
+    u, dtype = u.contiguous(), _product_dtype(u, weights.dtype)
     far = weights.to(dtype) if u.is_cuda else torch.where(close, 0.0, weights)
     degree = (far.sum(dim=-1) + far.sum(dim=-2)).to(u.dtype)
     signed = far * side
     result = degree.unsqueeze(-1) * u - _multiply(signed + signed.mT, u, dtype)
     if u.is_cuda:
         return result
-    flat_u, flat_weights, flat_side, flat = map(_batched, (u.contiguous(), weights.contiguous(), side, result))
+    flat_u, flat_weights, flat_side, flat = map(_batched, (u, weights.contiguous(), side.contiguous(), result))
     for batch, i, j in _close_pairs(close, u.shape[-1]):
         sign = flat_side[batch, i, j].unsqueeze(-1)
         weight = (flat_weights[batch, i, j] + flat_weights[batch, j, i]).unsqueeze(-1)
@@ -172,7 +172,7 @@ def _laplacian(weights: Tensor, u: Tensor, side: Tensor, close: Tensor) -> Tenso
 
 @_laplacian.register_fake
 def _(weights: Tensor, u: Tensor, side: Tensor, close: Tensor) -> Tensor:
-    return torch.empty_like(u)
+    return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
 def _keep_nearest(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

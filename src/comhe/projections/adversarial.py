@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from comhe.energies import Energy
-from comhe.products import product
+from comhe.products import product, widest
 from comhe.projections._stepped import Stepped
 
 
@@ -29,7 +29,8 @@ class Adversarial(Stepped):
             energy = replace(energy, half_space=False)
         total = torch.zeros_like(matrix)
         for layer in neurons:
-            points = product(layer.unsqueeze(-3), matrix.mT)  # [..., C, N, dim]
-            slope = product(energy.gradient(points).mT, layer.unsqueeze(-3))
+            wide = layer.to(widest(layer.device))  # close neurons keep their distance
+            points = product(wide.unsqueeze(-3), matrix.mT)  # [..., C, N, dim]
+            slope = product(energy.gradient(points, layer.dtype).to(layer.dtype).mT, layer.unsqueeze(-3))
             total = total - slope.sum_to_size(matrix.shape)
         return total
