@@ -140,7 +140,7 @@ def test_the_first_convolution_and_small_layers_go_unprojected():
         "body.0": "unprojected",
         "body.1": "hidden",
     }
-    assert regularizer.notes["not projected"] == "body.0, head, stem (fan-in not above dim=72)"
+    assert regularizer.notes["not projected"] == "body.0, head, stem (no larger than dim=72)"
     assert rules_of(comhe.build("rp-comhe", model, dim=71))["body.0"] == "hidden"
     first_alone = comhe.build("rp-comhe", model, dim=20, classifier=False)
     assert rules_of(first_alone) == HIDDEN
@@ -149,9 +149,7 @@ def test_the_first_convolution_and_small_layers_go_unprojected():
 
 def test_small_layers_can_be_refused_instead():
     model = Classified()
-    with pytest.raises(
-        ValueError, match=r"body.0, head: fan-in not above dim=72: choose a smaller dim, or small_fan_in"
-    ):
+    with pytest.raises(ValueError, match=r"head, body.0: no larger than dim=72: choose a smaller dim, or small_fan_in"):
         comhe.build("rp-comhe", model, dim=72, small_fan_in="error")
     assert rules_of(comhe.build("rp-comhe", model, dim=39, small_fan_in="error")) == without("neck")
     with pytest.raises(ValueError, match="small_fan_in='skip': choose 'identity' or 'error'"):
@@ -162,7 +160,9 @@ def test_embeddings_take_part_only_if_asked_for():
     model = nn.Sequential(nn.Embedding(20, 8), nn.EmbeddingBag(9, 8), nn.Linear(8, 6), nn.Linear(6, 3))
     alone = comhe.build("hs-mhe", model)
     assert rules_of(alone).keys() == {"2"}
-    assert {name for name, reason in alone.explain().skipped if reason == "excluded"} == {"0", "1", "3"}
+    asked_for = "an embedding, regularised only if `include` asks for it"
+    of_no_weight = "the classifier, of weight 0: see classifier_weight"
+    assert dict(alone.explain().skipped) == {"0": asked_for, "1": asked_for, "3": of_no_weight}
     assert rules_of(comhe.build("hs-mhe", model, include="*")).keys() == {"0", "1", "2"}
     assert rules_of(comhe.build("hs-mhe", model, include=nn.Embedding)).keys() == {"0"}
     assert rules_of(comhe.build("hs-mhe", model, include="0")).keys() == {"0"}
@@ -173,10 +173,15 @@ def test_settings_go_where_they_belong():
         "rp-comhe", Classified(), dim=11, num_views=3, weight=2.5, s=1.0, half_space=False, aggregate="median",
         redraw_every=9, seed=4, shared=False, jitter=0.5, exclude="head",
     )  # fmt: skip
-    group = next(group for group in regularizer.plan.groups if group.label == "hidden")
-    assert (group.projection.dim, group.projection.num_views, group.redraw_every) == (11, 3, 9)
-    assert (group.rule.weight, group.rule.s, group.rule.half_space, group.rule.aggregate) == (2.5, 1.0, False, "median")
-    assert group.address == "hidden/72/body.0"
+    family = next(family for family in regularizer.plan.families if family.label == "hidden")
+    assert (family.projection.dim, family.projection.num_views, family.redraw_every) == (11, 3, 9)
+    assert (family.rule.weight, family.rule.s, family.rule.half_space, family.rule.aggregate) == (
+        2.5,
+        1.0,
+        False,
+        "median",
+    )
+    assert family.address == "hidden/72/body.0"
     assert (regularizer._jitter, regularizer._bases.seed) == (0.5, 4)
 
 

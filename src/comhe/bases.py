@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from comhe.neurons import Layer, read_all
-from comhe.plan import Group, Plan
+from comhe.plan import Family, Plan
 from comhe.products import lift, no_autocast
 from comhe.projections import Basis
 from comhe.random import Stream
@@ -28,11 +28,11 @@ class Bases(nn.Module):
         self._on_device = False
         self.register_buffer("twin", torch.zeros((), dtype=torch.int64, device=plan.layers[0].device), persistent=False)
         self._names: list[list[str]] = []
-        for group in plan.groups:
-            drawn = self._draw(group, 0)
-            names = [f"{group.address}/{i}".replace(".", "_") for i in range(len(drawn))]
+        for family in plan.families:
+            drawn = self._draw(family, 0)
+            names = [f"{family.address}/{i}".replace(".", "_") for i in range(len(drawn))]
             for name, tensor in zip(names, drawn, strict=True):
-                if group.projection.trainable:
+                if family.projection.trainable:
                     self.register_parameter(name, nn.Parameter(tensor))
                 else:
                     self.register_buffer(name, tensor, persistent=False)
@@ -52,45 +52,45 @@ class Bases(nn.Module):
         else:
             self._round += 1
             self.twin.fill_(self._round)
-            for index, group in enumerate(self.plan.groups):
-                if group.redraw_every and self._round % group.redraw_every == 0:
-                    self._write(index, self._draw(group, self._round // group.redraw_every))
-                elif group.moves_every and self._round % group.moves_every == 0:
-                    self._write(index, self._moved(index, group, lr))
+            for index, family in enumerate(self.plan.families):
+                if family.redraw_every and self._round % family.redraw_every == 0:
+                    self._write(index, self._draw(family, self._round // family.redraw_every))
+                elif family.moves_every and self._round % family.moves_every == 0:
+                    self._write(index, self._moved(index, family, lr))
 
     def _advance_on_device(self, lr: Tensor, skipped: Tensor | None) -> None:
         went = torch.ones_like(self.twin) if skipped is None else (skipped.to(self.twin.device) == 0).view(()).long()
         self.twin.add_(went)
-        for index, group in enumerate(self.plan.groups):
-            period, moves = group.redraw_every, group.moves_every
+        for index, family in enumerate(self.plan.families):
+            period, moves = family.redraw_every, family.moves_every
             if period is None and moves is None:
                 continue
-            fresh = self._draw(group, self.twin // period) if period else None
-            if moves is None and not group.projection.trainable and fresh is not None:
+            fresh = self._draw(family, self.twin // period) if period else None
+            if moves is None and not family.projection.trainable and fresh is not None:
                 self._write(index, fresh)  # the same numbers as long as the epoch is the same
                 continue
             basis = self.basis(index)
             if moves:
                 due = (went > 0) & (self.twin % moves == 0)
-                basis = _choose(due, self._moved(index, group, lr), basis)
+                basis = _choose(due, self._moved(index, family, lr), basis)
             if period and fresh is not None:
                 basis = _choose((went > 0) & (self.twin % period == 0), fresh, basis)
             self._write(index, basis)
 
-    def _draw(self, group: Group, epoch: int | Tensor) -> Basis:
-        layer = group.layers[0]
-        stream = Stream(self.seed, group.address, epoch, layer.device)
+    def _draw(self, family: Family, epoch: int | Tensor) -> Basis:
+        layer = family.layers[0]
+        stream = Stream(self.seed, family.address, epoch, layer.device)
         dtype = lift(torch.empty((), dtype=layer.dtype)).dtype
-        drawn = group.projection.draw(layer, stream)
+        drawn = family.projection.draw(layer, stream)
         return tuple(t.to(dtype) if t.is_floating_point() else t for t in drawn)
 
-    def _moved(self, index: int, group: Group, lr: Tensor) -> Basis:
-        home = group.layers[0].device
-        neurons = read_all(group.layers)
+    def _moved(self, index: int, family: Family, lr: Tensor) -> Basis:
+        home = family.layers[0].device
+        neurons = read_all(family.layers)
         with no_autocast(home):
-            lifted = [lift(neurons[layer.name].to(home)) for layer in group.layers]
+            lifted = [lift(neurons[layer.name].to(home)) for layer in family.layers]
             rate = lr.to(home, lifted[0].dtype)
-            return group.projection.advance(self.basis(index), lifted, group.rule.energy, rate)
+            return family.projection.advance(self.basis(index), lifted, family.rule.energy, rate)
 
     def _write(self, index: int, basis: Basis) -> None:
         for name, tensor in zip(self._names[index], basis, strict=True):
@@ -99,8 +99,8 @@ class Bases(nn.Module):
 
     def follow_weights(self) -> None:
         """Move bases to where their layers are now, and to float64 where the weights have become so."""
-        for index, group in enumerate(self.plan.groups):
-            layer = group.layers[0]
+        for index, family in enumerate(self.plan.families):
+            layer = family.layers[0]
             wide = layer.dtype == torch.float64
             for name in self._names[index]:
                 old: Tensor = getattr(self, name)
@@ -117,21 +117,21 @@ class Bases(nn.Module):
     def learned(self) -> dict[str, Tensor]:
         """The bases that only their history determines, by address."""
         found = {}
-        for index, group in enumerate(self.plan.groups):
-            if group.moves_every or group.projection.trainable:
+        for index, family in enumerate(self.plan.families):
+            if family.moves_every or family.projection.trainable:
                 for i, tensor in enumerate(self.basis(index)):
-                    found[f"{group.address}/{i}"] = tensor.detach().clone()
+                    found[f"{family.address}/{i}"] = tensor.detach().clone()
         return found
 
     def restore(self, seed: int, round_: int, learned: dict[str, Tensor]) -> None:
         self.seed, self._round = seed, round_
         self.twin.fill_(round_)
-        for index, group in enumerate(self.plan.groups):
-            if group.moves_every or group.projection.trainable:
+        for index, family in enumerate(self.plan.families):
+            if family.moves_every or family.projection.trainable:
                 basis = self.basis(index)
-                self._write(index, tuple(learned[f"{group.address}/{i}"] for i in range(len(basis))))
+                self._write(index, tuple(learned[f"{family.address}/{i}"] for i in range(len(basis))))
             else:
-                self._write(index, self._draw(group, round_ // group.redraw_every if group.redraw_every else 0))
+                self._write(index, self._draw(family, round_ // family.redraw_every if family.redraw_every else 0))
 
 
 def _choose(condition: Tensor, new: Basis, old: Basis) -> Basis:

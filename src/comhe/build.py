@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from comhe.discovery import Selection, discover, selectors
+from comhe.discovery import Because, Selection, discover, selectors
 from comhe.methods import Method, find_method
 from comhe.names import nearest
 from comhe.neurons import Layer
 from comhe.parametrizations import low_rank, rotate
+from comhe.penalties import PENALTIES
 from comhe.projections import REGISTRY, Projection
 from comhe.projections.identity import Identity
 from comhe.regularizer import Regularizer
 from comhe.roles import Classifier, Roles, find_roles
 from comhe.rules import Rule
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_EMBEDDINGS = tuple(
+    Because(kind, "an embedding, regularised only if `include` asks for it") for kind in (nn.Embedding, nn.EmbeddingBag)
+)
 _OF_RULE = {f.name for f in fields(Rule)} - {"where", "projection", "name"}
 _OF_REGULARIZER = set(inspect.signature(Regularizer).parameters) - {"model", "rules", "settings", "notes"}
 _OF_PARAMETRIZATION = {"": set(), "rotation": {"map"}, "low-rank": {"rank"}}
@@ -45,14 +49,18 @@ def build(
     one given, or the model's `get_output_embeddings()` or `get_classifier()`, or else the last layer; False means that
     there is none. Embeddings take part only if `include` asks for them.
 
-    `overrides` are fields of the projection (dim, num_views...), of `Rule` (weight, s, half_space...) and arguments of
-    `Regularizer` (seed, redraw_every...). "rotation" also takes `map` and "lr-bp-comhe" takes `rank`; both parametrize
-    the model in place, must precede the optimizer, and are undone by `comhe.merge(model)`.
+    `overrides` are fields of the projection (dim, num_views...), of `Rule` (weight, s, half_space...), arguments of
+    `Regularizer` (seed, redraw_every...) and of the method's penalty (local, body...). "rotation" also takes `map` and
+    "lr-bp-comhe" takes `rank`; both parametrize the model in place, must precede the optimizer, and are undone by
+    `comhe.merge(model)`.
     """
     method = find_method(name)
     if small_fan_in not in ("identity", "error"):
         raise ValueError(f"small_fan_in={small_fan_in!r}: choose 'identity' or 'error'")
     sorted_settings = _sort_settings(name, method, overrides)
+    if of_penalty := sorted_settings.pop("penalty"):
+        penalty = sorted_settings["rule"]["penalty"]
+        sorted_settings["rule"]["penalty"] = partial(PENALTIES[penalty], **of_penalty)
     projection = REGISTRY[method.projection](**sorted_settings["projection"])
     excluded = [*selectors(exclude), *(() if include is not None else _EMBEDDINGS)]
     regularizer = {**sorted_settings["regularizer"], "include": include, "exclude": excluded}
@@ -65,9 +73,13 @@ def build(
     hidden = [layer for layer in layers if layer.name not in roles.classifier]
     undo = _parametrize(method, hidden, roles, regularizer.get("seed", 0), sorted_settings["parametrization"])
     try:
-        rules = _rules(sorted_settings["rule"], projection, layers, roles, weight, small_fan_in)
+        rules = _rules(sorted_settings["rule"], projection, layers, roles, weight, small_fan_in, overrides)
         if weight == 0:
-            excluded.append(lambda layer: layer.name in roles.classifier)
+            excluded.append(
+                Because(
+                    lambda layer: layer.name in roles.classifier, "the classifier, of weight 0: see classifier_weight"
+                )
+            )
         return Regularizer(model, rules, notes=roles.notes, **regularizer)
     except BaseException:
         undo()
@@ -76,11 +88,13 @@ def build(
 
 def _sort_settings(name: str, method: Method, overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each setting to the one it belongs to; overrides replace the method's own."""
+    penalty = {**method.settings, **overrides}.get("penalty")
     places = {
         "projection": {f.name for f in fields(REGISTRY[method.projection])},
         "rule": _OF_RULE,
         "regularizer": _OF_REGULARIZER,
         "parametrization": _OF_PARAMETRIZATION[method.parametrization],
+        "penalty": set(list(inspect.signature(PENALTIES[penalty]).parameters)[1:]) if penalty in PENALTIES else set(),
     }
     found: dict[str, dict[str, Any]] = {place: {} for place in places}
     for key, value in {**method.settings, **overrides}.items():
@@ -98,15 +112,21 @@ def _rules(
     roles: Roles,
     classifier_weight: float,
     small_fan_in: str,
+    overrides: Container[str],
 ) -> list[Rule]:
     dim = getattr(projection, "dim", 0)
-    small = frozenset(layer.name for layer in layers if layer.fan_in <= dim and layer.name not in roles.classifier)
-    if small_fan_in == "error" and small - roles.first_convolution:
-        names = ", ".join(sorted(small - roles.first_convolution))
-        raise ValueError(f"{names}: fan-in not above dim={dim}: choose a smaller dim, or small_fan_in='identity'")
-    plain = roles.first_convolution | small
+    limits = {layer.name: projection.limit(layer) for layer in layers if layer.name not in roles.classifier}
+    small = [name for name, limit in limits.items() if limit <= dim]
+    plain = roles.first_convolution | set(small)
+    if small_fan_in == "error" and plain > roles.first_convolution:
+        names = ", ".join(name for name in small if name not in roles.first_convolution)
+        raise ValueError(f"{names}: no larger than dim={dim}: choose a smaller dim, or small_fan_in='identity'")
+    if small and "dim" in overrides and plain >= limits.keys():
+        raise ValueError(
+            f"dim={dim}: no hidden layer is larger (the largest: {max(limits.values())}); choose a smaller dim"
+        )
     if small:
-        roles.notes["not projected"] = f"{', '.join(sorted(small))} (fan-in not above dim={dim})"
+        roles.notes["not projected"] = f"{', '.join(sorted(small))} (no larger than dim={dim})"
     of_classifier = {**settings, "weight": classifier_weight, "half_space": False}
     return [
         Rule(lambda layer: layer.name in roles.classifier, Identity(), name="classifier", **of_classifier),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ Selector = str | type[nn.Module] | Callable[[Layer], bool]
 Selection = Selector | Iterable[Selector]
 
 # The attribute under which each wrapper holds what it wraps, by class name so that nothing is imported.
-_WRAPPERS = {
+WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
@@ -32,6 +33,17 @@ _WRAPPERS = {
 class Skipped(NamedTuple):
     name: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Because:
+    """An exclusion that says why: `reason` stands beside what `selector` leaves out."""
+
+    selector: Selector
+    reason: str
+
+    def __call__(self, layer: Layer) -> bool:
+        return matches(self.selector, layer)
 
 
 class Discovery(list[Layer]):
@@ -58,7 +70,7 @@ def discover(
     stored [in, out], whose columns are the neurons. `frozen` admits frozen weights too, for whoever only looks at them.
     """
     includes, excludes = selectors(include), selectors(exclude)
-    asked = {s for s in includes if isinstance(s, str) and not _is_glob(s)}
+    asked, unwanted = ({s for s in chosen if isinstance(s, str) and not _is_glob(s)} for chosen in (includes, excludes))
     layers: list[Layer] = []
     skipped: list[Skipped] = []
     owners: dict[int, tuple[str, str]] = {}
@@ -78,20 +90,22 @@ def discover(
                 if include is not None and not by_name and not any(matches(s, layer) for s in includes):
                     continue
                 # The first name under which a tied weight is wanted speaks for all of them.
-                excluded = any(matches(s, layer) for s in excludes)
+                excluded = next((_why(s) for s in excludes if matches(s, layer)), "")
                 fate = "is excluded" if excluded else "counts once"
                 owner, fate = owners.setdefault(weight.identity, (weight.name, fate))
                 if owner != weight.name:
                     reason = f"tied to {owner}, which {fate}"
                 elif excluded:
-                    skipped.append(Skipped(name, "excluded"))
+                    skipped.append(Skipped(name, excluded))
                 else:
                     layers.append(layer)
             if reason and by_name:
                 raise ValueError(f"{name} was asked for by name but is {reason}: leave it out")
             if reason:
                 skipped.append(Skipped(name, reason))
-    for name in sorted(asked - answered):
+    if unwanted - answered:  # a module without neurons may be excluded, what does not exist may not
+        unwanted -= {name for name, _ in named_modules(model)} | {name for name, _ in model.named_parameters()}
+    for name in sorted((asked | unwanted) - answered):
         raise ValueError(f"no layer {name!r}{nearest(name, known)}")
     return Discovery(layers, skipped)
 
@@ -115,7 +129,7 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
         return
     seen.add(id(module))
     yield prefix, module
-    inner = _WRAPPERS.get(type(module).__name__)
+    inner = WRAPPERS.get(type(module).__name__)
     for name, child in module.named_children():
         if name == "parametrizations" and parametrize.is_parametrized(module):
             continue
@@ -125,7 +139,7 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside its wrappers."""
-    while (name := _WRAPPERS.get(type(model).__name__)) is not None:
+    while (name := WRAPPERS.get(type(model).__name__)) is not None:
         model = getattr(model, name)
     return model
 
@@ -199,6 +213,10 @@ def selectors(selection: Selection | None) -> tuple[Selector, ...]:
     if isinstance(selection, str | type) or callable(selection):
         return (selection,)
     return tuple(selection)
+
+
+def _why(selector: Selector) -> str:
+    return selector.reason if isinstance(selector, Because) else "excluded"
 
 
 def _is_glob(pattern: str) -> bool:

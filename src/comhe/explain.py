@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from comhe.discovery import Skipped
+from comhe.neurons import Layer
 from comhe.plan import Plan
+from comhe.projections import Basis, Projection
 from comhe.rules import Schedule
 from comhe.tables import table
 
@@ -19,7 +23,8 @@ class Row:
     neurons: int
     fan_in: int
     rule: str
-    projection: str
+    projection: str  # settings other than the default ones
+    views: str
     basis: str
     objective: str
     weight: str
@@ -45,23 +50,31 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(plan: Plan, notes: dict[str, str], weights: Sequence[float | Schedule]) -> Explanation:
-    """`weights` are those of the rules as they are now."""
+def explain(
+    plan: Plan, notes: dict[str, str], weights: Sequence[float | Schedule], bases: Sequence[Basis]
+) -> Explanation:
+    """`weights` are those of the rules as they are now, `bases` those of the families."""
+    views = {
+        layer.name: _views(family.projection, layer, basis)
+        for family, basis in zip(plan.families, bases, strict=True)
+        for layer in family.layers
+    }
     rows = []
-    for group in plan.groups:
-        rule, weight = group.rule, weights[group.rule_index]
-        moves = f", moved every {group.moves_every}" if group.moves_every else ""
-        drawn = f"redrawn every {group.redraw_every}" if group.redraw_every else "drawn once"
-        for layer in group.layers:
+    for family in plan.families:
+        rule, weight = family.rule, weights[family.rule_index]
+        moves = f", moved {_every(family.moves_every)}" if family.moves_every else ""
+        drawn = f"redrawn {_every(family.redraw_every)}" if family.redraw_every else "drawn once"
+        for layer in family.layers:
             rows.append(
                 Row(
                     layer=layer.name,
                     groups=layer.num_groups,
                     neurons=layer.num_neurons,
                     fan_in=layer.fan_in,
-                    rule=group.label,
-                    projection=str(rule.projection),
-                    basis=f"{group.address} ({drawn}{moves})" if group.has_basis else "none",
+                    rule=family.label,
+                    projection=_brief(rule.projection),
+                    views=views[layer.name],
+                    basis=f"{family.address} ({drawn}{moves})" if family.has_basis else "none",
                     objective=rule.describe(),
                     weight="schedule" if callable(weight) else f"{weight:g}",
                     engine="reference: PyTorch operations",
@@ -69,3 +82,21 @@ def explain(plan: Plan, notes: dict[str, str], weights: Sequence[float | Schedul
             )
     order = {layer.name: i for i, layer in enumerate(plan.layers)}
     return Explanation(sorted(rows, key=lambda row: order[row.layer]), plan.skipped, notes)
+
+
+def _views(projection: Projection, layer: Layer, basis: Basis) -> str:
+    """As "5 x [64, 30]": the point sets that are made of one set of neurons, found without computing any."""
+    neurons = torch.empty(layer.num_neurons, layer.fan_in, device="meta")
+    shapes = [view.shape for view in projection.views(neurons, tuple(part.to("meta") for part in basis))]
+    return " + ".join(f"{count} x [{points}, {dim}]" for count, points, dim in shapes)
+
+
+def _brief(projection: Projection) -> str:
+    chosen = {
+        f.name: getattr(projection, f.name) for f in fields(projection) if getattr(projection, f.name) != f.default
+    }
+    return f"{type(projection).__name__}({', '.join(f'{name}={value!r}' for name, value in chosen.items())})"
+
+
+def _every(period: int) -> str:
+    return "every round" if period == 1 else f"every {period} rounds"

@@ -88,6 +88,8 @@ ALIASES = {"orthoreg": "orthogonal", "ap-comhe": "ap-comhe-unroll"}
 
 
 def find_method(name: str) -> Method:
+    if not isinstance(name, str):
+        raise TypeError(f"a method is given by its name, not by {type(name).__name__}; a model comes after it")
     key = ALIASES.get(name, name)
     if key not in METHODS:
         raise ValueError(f"no method {name!r}{nearest(name, [*METHODS, *ALIASES])}")

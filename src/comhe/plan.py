@@ -15,7 +15,7 @@ from comhe.rules import RedrawEvery, Rule
 
 
 @dataclass(eq=False)
-class Group:
+class Family:
     """Layers of one rule that share a basis."""
 
     rule: Rule
@@ -44,7 +44,7 @@ class Group:
 @dataclass
 class Plan:
     rules: tuple[Rule, ...]
-    groups: list[Group]
+    families: list[Family]
     layers: list[Layer]  # in the order of the model
     skipped: list[Skipped]
 
@@ -64,7 +64,7 @@ def make_plan(
         raise ValueError(f"redraw_every={redraw_every!r}: choose a number of rounds >= 1, or None for never")
     found = _discover(model, rules, include, exclude, columns)
     skipped = list(found.skipped)
-    groups: dict[str, Group] = {}
+    families: dict[str, Family] = {}
     layers: list[Layer] = []
     for layer in found:
         index = next((i for i, rule in enumerate(rules) if any(matches(s, layer) for s in selectors(rule.where))), None)
@@ -79,13 +79,19 @@ def make_plan(
             if not shared:
                 address = f"{address}/{layer.name}"
             period = rule.projection.redraw_every if redraw_every == "auto" else redraw_every
-            group = groups.setdefault(address, Group(rule, index, address, period))
-            group.layers.append(layer)
+            family = families.setdefault(address, Family(rule, index, address, period))
+            family.layers.append(layer)
             layers.append(layer)
-    if not groups:
-        left_out = "; ".join(f"{name}: {reason}" for name, reason in skipped) or "it has no weight matrices"
+    if not families:
+        left_out = "; ".join(f"{name}: {reason}" for name, reason in skipped) or _nothing(model, include, columns)
         raise ValueError(f"no layer of {type(model).__name__} to regularise ({left_out})")
-    return Plan(tuple(rules), list(groups.values()), layers, skipped)
+    return Plan(tuple(rules), list(families.values()), layers, skipped)
+
+
+def _nothing(model: nn.Module, include: Selector | Iterable[Selector] | None, columns: str | Iterable[str]) -> str:
+    """Why there is no layer where none was skipped."""
+    there = ", ".join(layer.name for layer in discover(model, columns=columns, frozen=True))
+    return f"include={include!r} matches none of: {there}" if there else "it has no weight matrices"
 
 
 def _discover(
@@ -109,10 +115,11 @@ def _discover(
 
 def _check_fit(layer: Layer, projection: Projection) -> None:
     dim = getattr(projection, "dim", None)
-    if dim is not None and dim > projection.limit(layer):
+    limit = projection.limit(layer)
+    if dim is not None and dim > limit:
         raise ValueError(
-            f"{layer.name}: dim={dim} is above its fan-in {projection.limit(layer)}: choose a smaller dim, or give the "
-            "layer a rule with projections.Identity()"
+            f"{layer.name}: dim={dim} is above {limit}, the most that its {layer.num_neurons} neurons of fan-in "
+            f"{layer.fan_in} allow: choose a smaller dim, or give the layer a rule with projections.Identity()"
         )
     with torch.no_grad():
         if not bool(torch.isfinite(layer.read()).all()):

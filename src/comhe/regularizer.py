@@ -15,7 +15,7 @@ from comhe.energies import Energy
 from comhe.explain import Explanation, explain
 from comhe.names import nearest
 from comhe.neurons import Layer, read_all
-from comhe.plan import Group, make_plan
+from comhe.plan import Family, make_plan
 from comhe.products import lift, no_autocast, widest
 from comhe.projections import Basis, Projection
 from comhe.rules import RedrawEvery, Rule, view_weights
@@ -75,7 +75,7 @@ class Regularizer(nn.Module):
         self._jitter = jitter
         self._bases = Bases(self.plan, seed)
         device = self._bases.twin.device
-        self._lr_known = lr is not None or not any(g.projection.uses_lr for g in self.plan.groups)
+        self._lr_known = lr is not None or not any(g.projection.uses_lr for g in self.plan.families)
         # One element, not 0-d: the compiler takes a 0-d number on the CPU for a symbol, and compiles twice for it.
         self.register_buffer("_lr", torch.full((1,), lr or 0.0, dtype=widest(device), device=device), persistent=False)
         self._schedules = [rule.weight for rule in self.plan.rules]
@@ -85,8 +85,8 @@ class Regularizer(nn.Module):
         with torch.no_grad():
             self._write_weights()
             self._view_weights = [
-                [view_weights(group.rule, lift(layer.read()), self._bases.basis(i)) for layer in group.layers]
-                for i, group in enumerate(self.plan.groups)
+                [view_weights(family.rule, lift(layer.read()), self._bases.basis(i)) for layer in family.layers]
+                for i, family in enumerate(self.plan.families)
             ]
 
     def forward(self) -> Tensor:
@@ -97,29 +97,31 @@ class Regularizer(nn.Module):
             )
         device = self._bases.twin.device
         total = torch.zeros((), device=device)
-        heard = [group for group in self.plan.groups if not self._silent[group.rule_index]]
-        neurons = read_all(layer for group in heard for layer in group.layers)
-        for index, group in enumerate(self.plan.groups):
-            if not self._silent[group.rule_index]:
-                value = self._value(index, group, neurons)
-                weight: Tensor = getattr(self, f"_weight_{group.rule_index}")
+        heard = [family for family in self.plan.families if not self._silent[family.rule_index]]
+        neurons = read_all(layer for family in heard for layer in family.layers)
+        for index, family in enumerate(self.plan.families):
+            if not self._silent[family.rule_index]:
+                value = self._value(index, family, neurons)
+                weight: Tensor = getattr(self, f"_weight_{family.rule_index}")
                 total = total + weight.to(device, value.dtype).view(()) * value.to(device)
         return total
 
-    def _value(self, index: int, group: Group, found: Mapping[str, Tensor]) -> Tensor:
+    def _value(self, index: int, family: Family, found: Mapping[str, Tensor]) -> Tensor:
         """The energies of the layers that share a basis, added up."""
-        neurons = [self._jittered(layer, lift(found[layer.name])) for layer in group.layers]
+        neurons = [self._jittered(layer, lift(found[layer.name])) for layer in family.layers]
         home = neurons[0].device
         with no_autocast(home):
             basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
             together = [n.to(home) for n in neurons]
             rate = self._lr.to(home, neurons[0].dtype).view(())
-            basis = group.projection.refine(basis, together, group.rule.energy, rate)
+            basis = family.projection.refine(basis, together, family.rule.energy, rate)
             total = torch.zeros((), dtype=neurons[0].dtype, device=home)
             for layer_neurons, weights in zip(neurons, self._view_weights[index], strict=True):
-                views = group.projection.views(layer_neurons, tuple(part.to(layer_neurons.device) for part in basis))
+                device, dtype = layer_neurons.device, layer_neurons.dtype
+                wide = layer_neurons.to(widest(device))  # projected in float32, close neurons would lose their distance
+                views = family.projection.views(wide, tuple(part.to(device) for part in basis))
                 for view, weight in zip(views, weights, strict=True):
-                    total = total + weight * group.rule.value(view).to(home)
+                    total = total + weight * family.rule.value(view, dtype).to(home)
             return total
 
     def _jittered(self, layer: Layer, neurons: Tensor) -> Tensor:
@@ -135,15 +137,15 @@ class Regularizer(nn.Module):
         `s` and `half_space` are those of the layer's rule unless given; a layer under a penalty has an energy too.
         """
         found, read = {}, read_all(self.layers)
-        for group in self.plan.groups:
-            rule = group.rule
+        for family in self.plan.families:
+            rule = family.rule
             energy = Energy(
                 rule.s if s is None else s,
                 rule.half_space if half_space is None else half_space,
                 rule.distance,
                 rule.reduction,
             )
-            for layer in group.layers:
+            for layer in family.layers:
                 neurons = lift(read[layer.name])
                 with no_autocast(neurons.device):
                     found[layer.name] = rule.over_sets(energy(neurons))
@@ -151,7 +153,8 @@ class Regularizer(nn.Module):
 
     def explain(self) -> Explanation:
         """Which layers, their sizes, bases and strengths, and what was left out and why: print it."""
-        return explain(self.plan, self.notes, self._schedules)
+        bases = [self._bases.basis(index) for index in range(len(self.plan.families))]
+        return explain(self.plan, self.notes, self._schedules, bases)
 
     @property
     def layers(self) -> list[Layer]:
@@ -182,15 +185,19 @@ class Regularizer(nn.Module):
         self._lr_known = True
 
     @torch.no_grad()
-    def set_weight(self, weight: float, rule: int | str = 0) -> None:
-        """Change the strength of a rule, given by its place or its name; a schedule ends thereby."""
-        used = {group.rule_index: group.label for group in self.plan.groups}
-        index = next((i for i, label in sorted(used.items()) if rule in (i, label)), None)
-        if index is None:
+    def set_weight(self, weight: float, rule: int | str | None = None) -> None:
+        """Change the strength of a rule, given by its place or its name; a schedule ends thereby.
+
+        Without `rule`, of all but the one named "classifier".
+        """
+        used = {family.rule_index: family.label for family in self.plan.families}
+        chosen = {i: n for i, n in used.items() if (n != "classifier" if rule is None else rule in (i, n))}
+        if not chosen:
             raise ValueError(f"no rule {rule!r} with layers{nearest(str(rule), used.values())}")
         if not math.isfinite(weight):
             raise ValueError(f"weight={weight}: choose a finite number")
-        self._schedules[index] = self._set_weights[used[index]] = weight
+        for index, name in chosen.items():
+            self._schedules[index] = self._set_weights[name] = weight
         self._write_weights()
 
     def _write_weights(self) -> None:
@@ -233,7 +240,7 @@ class Regularizer(nn.Module):
             self.set_weight(weight, rule)
 
     def _layers_by_address(self) -> dict[str, list[str]]:
-        return {group.address: [layer.name for layer in group.layers] for group in self.plan.groups}
+        return {family.address: [layer.name for layer in family.layers] for family in self.plan.families}
 
 
 def _write(place: Tensor, value: float | Tensor) -> None:
@@ -248,7 +255,13 @@ def _as_rules(rules: Projection | Rule | Sequence[Rule], settings: dict[str, Any
         return [Rule(projection=rules, **settings)]
     if settings:
         raise TypeError(f"{', '.join(settings)}: settings of a rule belong into Rule(...) where rules are given")
-    return [rules] if isinstance(rules, Rule) else list(rules)
+    found = list(rules) if isinstance(rules, list | tuple) else [rules]
+    if not all(isinstance(rule, Rule) for rule in found):
+        raise TypeError(
+            f"{rules!r}: give a projection, as comhe.projections.Gaussian(dim=30), or rules; a method's name goes to "
+            "comhe.build"
+        )
+    return found
 
 
 def _compare(saved: dict[str, list[str]], here: dict[str, list[str]]) -> None:

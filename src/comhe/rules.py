@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -68,31 +68,31 @@ class Rule:
             raise ValueError(f"aggregate={self.aggregate!r}{nearest(self.aggregate, AGGREGATES)}")
         if isinstance(self.penalty, str) and self.penalty not in penalties.PENALTIES:
             raise ValueError(f"penalty={self.penalty!r}{nearest(self.penalty, penalties.PENALTIES)}")
-        if not callable(self.weight) and not math.isfinite(self.weight):
-            raise ValueError(f"weight={self.weight}: choose a finite number")
+        if not callable(self.weight) and not (isinstance(self.weight, int | float) and math.isfinite(self.weight)):
+            raise ValueError(f"weight={self.weight!r}: choose a finite number, or a function of the round")
         if self.relative and self.penalty is not None:
             raise ValueError("relative=True: only an energy has a uniform expectation, a penalty has none")
         # The energy's settings are checked now, not at the first step; and compiled code can read these, not make them.
-        _ = self.energy, self.objective, self.aggregated
+        _ = self.energy, self._penalty, self.aggregated
 
     @cached_property
     def energy(self) -> Energy:
         return Energy(self.s, self.half_space, self.distance, self.reduction, self.norm_eps)
 
     @cached_property
-    def objective(self) -> Callable[[Tensor], Tensor]:
-        """What a layer's views are given to: [..., points, dim] -> [...]."""
+    def _penalty(self) -> Penalty | None:
         if self.penalty is None:
-            return self.energy
+            return None
         return penalties.PENALTIES[self.penalty] if isinstance(self.penalty, str) else self.penalty
 
     @cached_property
     def aggregated(self) -> Callable[[Tensor], Tensor]:
         return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate
 
-    def value(self, view: Tensor) -> Tensor:
-        """[..., C, points, dim] -> 0-d."""
-        return self.over_sets(self.aggregated(self.objective(view)))
+    def value(self, view: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., C, points, dim], in the widest type, -> 0-d in `dtype`."""
+        values = self.energy(view, dtype) if self._penalty is None else self._penalty(view).to(dtype)
+        return self.over_sets(self.aggregated(values))
 
     def over_sets(self, values: Tensor) -> Tensor:
         """One number for a layer whose weight holds several separate sets of neurons: [...] -> 0-d."""
@@ -100,8 +100,13 @@ class Rule:
         return values.mean() if mean else values.sum()
 
     def describe(self) -> str:
+        if isinstance(self.penalty, str):
+            return self.penalty
+        if isinstance(self.penalty, partial):
+            settings = ", ".join(f"{key}={value!r}" for key, value in self.penalty.keywords.items())
+            return f"{self.penalty.func.__name__}({settings})"
         if self.penalty is not None:
-            return self.penalty if isinstance(self.penalty, str) else getattr(self.penalty, "__name__", "penalty")
+            return getattr(self.penalty, "__name__", "penalty")
         space = "half space" if self.half_space else "full space"
         extra = "" if self.distance == "chord" else ", angle"
         return f"E_{self.s:g} {space}{extra}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comhe.discovery import _WRAPPERS, Selection, Skipped, selectors
+from comhe.discovery import WRAPPERS, Selection, Skipped, selectors
 from comhe.names import nearest
 
 # A training checkpoint keeps the weights under one of these.
@@ -92,10 +92,10 @@ def neurons(
     owners: dict[tuple[Any, ...], tuple[str, str]] = {}
     known: set[str] = set()
     for key, weight in _unwrapped(stored).items():
-        if isinstance(weight, Tensor) and weight.ndim < 2:
-            continue
         name = key.removesuffix(".weight")
         known |= {name, key}
+        if isinstance(weight, Tensor) and weight.ndim < 2:
+            continue
         reason = _unfit(weight)
         if not reason:
             if include is not None and not _matches(name, key, includes):
@@ -115,7 +115,8 @@ def neurons(
             raise ValueError(f"{name} was asked for by name but is {reason}: leave it out")
         if reason:
             skipped.append(Skipped(name, reason))
-    for pattern in sorted(asked - known):
+    unwanted = {pattern for pattern in excludes if not set(pattern) & set("*?[")}
+    for pattern in sorted((asked | unwanted) - known):
         raise ValueError(f"no layer {pattern!r}{nearest(pattern, known)}")
     return found, skipped
 
@@ -148,7 +149,7 @@ def _unfit(weight: Any) -> str:
 
 def _unwrapped(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The entries under names free of wrappers' prefixes. "module" is one only where every name begins with it."""
-    inner = set(_WRAPPERS.values()) - {"module"}
+    inner = set(WRAPPERS.values()) - {"module"}
     clean = {
         ".".join(part for part in str(key).split(".") if part not in inner): value for key, value in stored.items()
     }

@@ -222,7 +222,7 @@ FAILURES = {
     "energy": ("learned-comhe", {"s": -1.0}, "choose a finite s >= 0"),
     "no layer": ("rp-comhe", {"exclude": "*"}, "no layer of Sequential to regularise"),
     "rotation": ("rotation", {}, "call comhe.build"),
-    "small fan-in": ("rp-comhe", {"dim": 16, "small_fan_in": "error"}, "fan-in not above dim=16"),
+    "small fan-in": ("rp-comhe", {"dim": 16, "small_fan_in": "error"}, "no larger than dim=16"),
     "relative": ("learned-comhe", {"dim": 3, "relative": True}, "choose dim > s"),
 }
 

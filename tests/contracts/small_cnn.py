@@ -64,7 +64,7 @@ def is_silent(name: str) -> bool:
 
 def bases(reg: comhe.Regularizer) -> list[Tensor]:
     """Every tensor of every basis, as it is now."""
-    return [t.detach().clone() for index in range(len(reg.plan.groups)) for t in reg._bases.basis(index)]
+    return [t.detach().clone() for index in range(len(reg.plan.families)) for t in reg._bases.basis(index)]
 
 
 def with_basis() -> list[str]:

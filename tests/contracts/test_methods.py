@@ -231,14 +231,14 @@ def test_new_process_resumes_with_the_same_bits(tmp_path: Path) -> None:
 def test_basis_changes_from_round_to_round_and_comes_back_on_resume(name: str) -> None:
     """A generator seeded anew at each draw never changes the basis: the paper's worst row."""
     _, reg = model_and_reg(name)
-    groups = [group for group in reg.plan.groups if group.has_basis]
-    changing = all(1 in (group.redraw_every, group.moves_every) for group in groups)
+    families = [family for family in reg.plan.families if family.has_basis]
+    changing = all(1 in (family.redraw_every, family.moves_every) for family in families)
     seen, states = [bases(reg)], [copy.deepcopy(reg.state_dict())]
-    places = [t.data_ptr() for index in range(len(reg.plan.groups)) for t in reg._bases.basis(index)]
+    places = [t.data_ptr() for index in range(len(reg.plan.families)) for t in reg._bases.basis(index)]
     for _ in range(4):
         reg.advance()
         # In the same memory: a captured graph reads the new numbers.
-        assert places == [t.data_ptr() for index in range(len(reg.plan.groups)) for t in reg._bases.basis(index)]
+        assert places == [t.data_ptr() for index in range(len(reg.plan.families)) for t in reg._bases.basis(index)]
         seen.append(bases(reg))
         states.append(copy.deepcopy(reg.state_dict()))
     if name == "g-comhe":  # runs of channels are no random basis
@@ -278,7 +278,7 @@ def compiled_equals_eager(name: str, model: nn.Module, reg: comhe.Regularizer, b
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(reg, fullgraph=True, backend=counter)
-    labels = sorted({group.label for group in reg.plan.groups})
+    labels = sorted({family.label for family in reg.plan.families})
     for round_ in range(num_rounds):
         value = compiled()
         if round_ % (num_rounds // 10) == 0:

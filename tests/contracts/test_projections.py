@@ -477,7 +477,7 @@ def test_dim_above_the_fan_in_is_refused(cls: type[Projection]) -> None:
         assert "dim" not in {f.name for f in dataclasses.fields(cls)}
         return
     model = nn.Sequential()
-    model.add_module("wide", nn.Linear(40, 12))
+    model.add_module("wide", nn.Linear(40, 13))
     model.add_module("narrow", nn.Linear(12, 20))
     with pytest.raises(ValueError, match=r"narrow.*dim=13.*fan-in 12.*choose a smaller dim.*Identity"):
         comhe.Regularizer(model, cls(dim=13), lr=LR)

@@ -180,7 +180,7 @@ def test_default_step_lowers_the_objective(settings: dict) -> None:
         reg.advance()
     assert all(later < earlier for earlier, later in pairwise(values))
     # Moved only, not redrawn: the period is a thousand.
-    assert reg.plan.groups[0].redraw_every == 1000
+    assert reg.plan.families[0].redraw_every == 1000
 
 
 def test_bad_settings_are_refused() -> None:

@@ -40,7 +40,7 @@ def test_equals_the_loop(num_views: int, half_space: bool, dtype: torch.dtype) -
 def test_layers_share_both_sides_or_none() -> None:
     model = nn.Sequential(loops.linear(11, 11), loops.linear(11, 11, seed=1), loops.linear(7, 11, seed=2))
     reg = comhe.Regularizer(model, Bilateral(5))
-    assert [[layer.name for layer in group.layers] for group in reg.plan.groups] == [["0", "1"], ["2"]]
+    assert [[layer.name for layer in family.layers] for family in reg.plan.families] == [["0", "1"], ["2"]]
 
 
 def test_right_side_mixes_raw_weights() -> None:

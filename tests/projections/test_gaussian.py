@@ -68,7 +68,7 @@ def test_aggregates_differ() -> None:
 def test_layers_of_one_fan_in_share_the_matrices() -> None:
     model = nn.Sequential(loops.linear(11, 11), loops.linear(6, 11, seed=1))
     reg = comhe.Regularizer(model, Gaussian(5, 3))
-    assert len(reg.plan.groups) == 1
+    assert len(reg.plan.families) == 1
     assert loops.agrees(reg(), sum(statistics.fmean(by_loop(layer, reg, 2.0, True)) for layer in model))
     apart = comhe.Regularizer(model, Gaussian(5, 3), shared=False)
     assert not torch.equal(*(loops.basis(apart, index)[0] for index in range(2)))

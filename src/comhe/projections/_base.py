@@ -118,5 +118,7 @@ class Projection:
 
 def at_least_one(**counts: int) -> None:
     for name, count in counts.items():
+        if not isinstance(count, int):
+            raise TypeError(f"{name}={count!r}: choose a whole number")
         if count < 1:
             raise ValueError(f"{name}={count}: choose at least 1")

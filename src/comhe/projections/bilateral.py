@@ -28,6 +28,9 @@ class Bilateral(Projection):
     def basis_key(self, layer: Layer) -> Hashable:
         return layer.num_neurons, layer.fan_in
 
+    def limit(self, layer: Layer) -> int:
+        return min(layer.num_neurons, layer.fan_in)
+
     def draw(self, layer: Layer, stream: Stream) -> Basis:
         right = stream.normal(self.num_views, self.dim, layer.fan_in)
         left = stream.normal(self.num_views, self.dim, layer.num_neurons)

@@ -36,6 +36,9 @@ class SRHT(Projection):
         odd = _parity(rows.unsqueeze(-1) & column)  # [C, dim, D]
         return (Map(right=(1 - 2 * odd) * signs.unsqueeze(-2)),)
 
+    def shares(self, basis: Basis) -> tuple[float, ...]:
+        return (1.0,)
+
     def views(self, neurons: Tensor, basis: Basis) -> tuple[Tensor, ...]:
         signs, rows = basis
         signed = neurons.unsqueeze(-3) * signs.unsqueeze(-2)  # [..., C, N, D]
