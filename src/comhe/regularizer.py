@@ -255,8 +255,8 @@ def _as_rules(rules: Projection | Rule | Sequence[Rule], settings: dict[str, Any
         return [Rule(projection=rules, **settings)]
     if settings:
         raise TypeError(f"{', '.join(settings)}: settings of a rule belong into Rule(...) where rules are given")
-    found = list(rules) if isinstance(rules, list | tuple) else [rules]
-    if not all(isinstance(rule, Rule) for rule in found):
+    found: list[Rule] = [rules] if isinstance(rules, Rule) else list(rules) if isinstance(rules, list | tuple) else []
+    if not found or not all(isinstance(rule, Rule) for rule in found):
         raise TypeError(
             f"{rules!r}: give a projection, as comhe.projections.Gaussian(dim=30), or rules; a method's name goes to "
             "comhe.build"
