@@ -1,4 +1,4 @@
-"""Whether a gradient that was added before an optimizer's step took part in its update: seen once, on one parameter."""
+"""Whether what is added to an optimizer's step takes effect: seen once, on one parameter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,7 @@ class Arrival:
     def choose(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], rates: Mapping[int, Any]) -> Tensor | None:
         """The parameter to watch in this step, if any."""
         self.parameter = None
-        if self._is_settled or in_graph():
-            return None
-        for leaf, gradient in sorted(gradients, key=lambda pair: pair[0].numel()):
-            if rates[id(leaf)] != 0 and bool(gradient.any()):
-                return leaf
-        return None
+        return None if self._is_settled else _smallest(gradients, rates)
 
     def watch(self, parameter: Tensor, without_ours: Tensor | None) -> None:
         """`parameter` holds the sum in `.grad` now; `without_ours` is what was there before."""
@@ -53,7 +48,52 @@ class Arrival:
         self._is_settled = True
         if parameter.grad is None or self._without_ours is None:
             return ""
-        without = self._without_ours.to_dense()
-        if torch.equal(parameter.grad.to_dense(), without) and not torch.equal(self._with_ours, without):
-            return "the gradient was taken away again before the update"
+        with_ours, without = self._with_ours, self._without_ours.to_dense()
+        del self._value, self._with_ours, self._without_ours
+        # Where there was nothing before ours, what moved the weight is ours, whoever has zeroed the gradient since.
+        is_gone = torch.equal(parameter.grad.to_dense(), without) and not torch.equal(with_ours, without)
+        return "the gradient was taken away again before the update" if is_gone and bool(without.any()) else ""
+
+
+class Survival:
+    """Watches the smallest weight that is changed after a step, until the change has been seen to last."""
+
+    def __init__(self) -> None:
+        self.parameter: Tensor | None = None
+        self._is_settled = False
+
+    def choose(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], rates: Mapping[int, Any]) -> Tensor | None:
+        """The parameter to watch from this step on, if any."""
+        return None if self._is_settled else _smallest(gradients, rates)
+
+    def watch(self, parameter: Tensor, changed: Tensor) -> None:
+        """`parameter` is as the step left it, and about to become `changed`."""
+        if not torch.equal(parameter, changed):
+            self.parameter, self._before = parameter, parameter.detach().clone()
+
+    def failure(self, optimizer: Optimizer) -> str:
+        """Before the next step: why the change is lost or will be; "" where it is not, or where none was made."""
+        parameter = self.parameter
+        if parameter is None or self._is_settled or in_graph():
+            return ""
+        before = self._before
+        self._is_settled = True
+        del self._before
+        if torch.equal(parameter, before):
+            return "the weight was set back after it"
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                is_finer = value.element_size() > parameter.element_size()
+                if is_finer and torch.equal(value.to(parameter), before):
+                    return "the optimizer has a copy of the weight in higher precision, and writes that over it"
         return ""
+
+
+def _smallest(gradients: Sequence[tuple[nn.Parameter, Tensor]], rates: Mapping[int, Any]) -> Tensor | None:
+    """The smallest parameter that is about to move."""
+    if in_graph():
+        return None
+    for leaf, gradient in sorted(gradients, key=lambda pair: pair[0].numel()):
+        if rates[id(leaf)] != 0 and bool(gradient.any()):
+            return leaf
+    return None

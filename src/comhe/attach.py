@@ -5,45 +5,51 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from comhe.arrival import Arrival
+from comhe.arrival import Arrival, Survival
 from comhe.build import build
 from comhe.methods import find_method
 from comhe.neurons import Layer
+from comhe.optimizers import has_stepped, innermost, is_within_a_step, of_group, parameters
 from comhe.products import lift
 from comhe.regularizer import Regularizer
 
 # Every parameter that some attachment serves, and a weak reference to that attachment.
 _attached = WeakIdKeyDictionary()
 
+_REMEDY = "Use decoupled=True, or add comhe.build(...)() to the loss"
+
 
 class Attachment:
     """A regularizer at work inside an optimizer. `value` is the last value of the loss, on the device, nan at first."""
 
-    def __init__(self, regularizer: Regularizer, optimizer: Optimizer, decoupled: bool) -> None:
+    def __init__(self, regularizer: Regularizer, optimizer: Optimizer, decoupled: bool, anew: bool) -> None:
         self.regularizer = regularizer
         self.optimizer = optimizer
         self.decoupled = decoupled
-        owned = _parameters(optimizer)
+        owned = parameters(optimizer)
         self._leaves: dict[int, tuple[str, nn.Parameter]] = {}
         for layer in regularizer.layers:
             for leaf in layer.leaves():
                 if id(leaf) in owned:
                     self._leaves[id(leaf)] = (layer.name, leaf)
         _refuse_attached(self._leaves.values())
-        self.value = torch.full((), float("nan"), device=regularizer.layers[0].device)
+        wide = any(layer.dtype == torch.float64 for layer in regularizer.layers)
+        dtype = torch.float64 if wide else torch.float32
+        self.value = torch.full((), float("nan"), dtype=dtype, device=regularizer.layers[0].device)
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._arrival = Arrival()
-        self._is_stepping = False
+        self._arrival, self._survival = Arrival(), Survival()
+        self._is_stepping = self._is_computed = False
         # A resumed optimizer beside an attachment that starts anew would repeat the bases of the first rounds.
-        self._is_behind = self._is_loaded = False
+        self._is_behind = has_stepped(optimizer) and regularizer.round == 0 and not anew
+        self._is_loaded = False
         self._hooks: list[RemovableHandle] = []
         self._adopted: set[int] = set()
 
@@ -61,7 +67,7 @@ class Attachment:
 
     def _adopt_bases(self) -> None:
         """Learned bases join the group of the first layer: a group more would break schedulers that exist already."""
-        owned = _parameters(self.optimizer)
+        owned = parameters(self.optimizer)
         group = next(g for g in self.optimizer.param_groups if any(id(p) in self._leaves for p in g["params"]))
         for name, parameter in self.regularizer.named_parameters():
             if id(parameter) not in owned:
@@ -105,17 +111,19 @@ class Attachment:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._is_behind:
             raise RuntimeError(
-                "the optimizer's state was loaded, the attachment's was not: call load_state_dict(...) with what its "
-                "state_dict() gave, or detach() and attach anew to begin at round 0"
+                "the optimizer has a past that the attachment has not seen: call load_state_dict(...) with what the "
+                "attachment's state_dict() gave then, or attach(..., anew=True) to begin at round 0"
             )
-        if self._is_stepping:  # a subclass that calls super().step() runs the hooks twice
+        if self._is_stepping and is_within_a_step(optimizer):  # a subclass that calls super().step()
             return None
+        if why := self._survival.failure(optimizer):
+            self._fail(self._survival.parameter, why, "Use decoupled=False")
+        self._is_stepping, self._is_computed = True, False
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self.decoupled or closure is None:
+        if self.decoupled or not callable(closure):
             self._compute()
             if not self.decoupled:
                 self._add()
-            self._is_stepping = True
             return None
 
         # The closure zeroes gradients and fills them anew: ours come after it, each time it is called.
@@ -125,38 +133,46 @@ class Attachment:
             self._add()
             return loss
 
-        self._is_stepping = True
         if len(args) > 1:
             return (args[0], with_penalty, *args[2:]), kwargs
         return args, {**kwargs, "closure": with_penalty}
 
     def _compute(self) -> None:
-        self.regularizer.set_lr(self._rates()[next(iter(self._leaves))])
+        self.regularizer.set_lr(of_group(self.optimizer, "lr")[next(iter(self._leaves))])
         leaves = [leaf for _, leaf in self._leaves.values() if leaf.requires_grad]
         with torch.enable_grad():
             value = self.regularizer()
             gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
             if value.requires_grad:
                 gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-        self.value = self.value.to(value.device)  # where the model has moved meanwhile
+        self.value = self.value.to(value)  # where the model has moved meanwhile
         self.value.copy_(value.detach())
         self._gradients = [(leaf, g) for leaf, g in zip(leaves, gradients, strict=True) if g is not None]
+        self._is_computed = True
 
     @torch.no_grad()
     def _add(self) -> None:
         # A fused optimizer under a gradient scaler holds scaled gradients still, and divides by this itself.
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        probed = self._arrival.choose(self._gradients, self._rates())
+        rates, ascends = of_group(self.optimizer, "lr"), of_group(self.optimizer, "maximize")
+        probed = self._arrival.choose(self._gradients, rates)
         for leaf, gradient in self._gradients:
             without = None if leaf.grad is None or leaf is not probed else leaf.grad.clone()
+            if ascends[id(leaf)]:
+                gradient = -gradient
             if scale is not None:  # lifted, as the scale alone can exceed what half precision holds
                 gradient = (lift(gradient) * scale.to(gradient.device)).to(gradient.dtype)
-            if leaf.grad is None or id(leaf) in self._adopted:  # nobody else zeroes the gradient of a basis
-                leaf.grad = gradient.clone()
+            if leaf.grad is None:
+                # In the strides of the weight, which fused optimizers take for granted.
+                leaf.grad = torch.empty_like(leaf).copy_(gradient)
             elif leaf.grad.is_sparse:
                 leaf.grad = gradient + leaf.grad  # in this order the duplicates add up as autograd adds them
             else:
                 leaf.grad.add_(gradient)
+            if scale is not None and leaf.grad.dtype == torch.float16:
+                # The scaler has looked for overflows already: ours must not become one.
+                largest = torch.finfo(torch.float16).max
+                leaf.grad.clamp_(-largest, largest)
             if leaf is probed:
                 self._arrival.watch(leaf, without)
 
@@ -167,24 +183,30 @@ class Attachment:
             return
         self._is_stepping = False
         overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-        rates = self._rates()
+        rates = of_group(self.optimizer, "lr")
+        probed = self._survival.choose(self._gradients, rates) if self.decoupled else None
         for leaf, gradient in self._gradients if self.decoupled else ():
             step = gradient * rates[id(leaf)]
             if overflow is not None:
                 step = torch.where(overflow.to(step.device) == 0, step, 0.0)
+            if leaf is probed:
+                self._survival.watch(leaf, leaf - step)
             leaf.sub_(step)
+        if not self._is_computed:
+            self._fail(None, "the optimizer did not call its closure", _REMEDY)
         if why := self._arrival.failure(optimizer, rates):
-            layer = self._leaves[id(self._arrival.parameter)][0]
-            self.detach()
-            raise RuntimeError(
-                f"the regularizer's gradient did not reach the update of {layer}: {why}. Use decoupled=True, or add "
-                "comhe.build(...)() to the loss"
-            )
+            self._fail(self._arrival.parameter, why, _REMEDY)
+        for leaf, _ in self._gradients:
+            if id(leaf) in self._adopted:  # nobody else zeroes the gradient of a basis
+                leaf.grad = None
         self._gradients, self._is_loaded = [], False
         self.regularizer.advance(skipped=overflow)
 
-    def _rates(self) -> dict[int, Any]:
-        return {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+    def _fail(self, parameter: Tensor | None, why: str, remedy: str) -> NoReturn:
+        """The regularizer is without effect: say so, and leave the optimizer as it was."""
+        layer = next((name for name, leaf in self._leaves.values() if leaf is parameter), "any layer")
+        self.detach()
+        raise RuntimeError(f"the regularizer's gradient did not reach the update of {layer}: {why}. {remedy}")
 
 
 def attach(
@@ -193,22 +215,25 @@ def attach(
     optimizer: Optimizer,
     *,
     decoupled: bool = False,
+    anew: bool = False,
     **overrides: Any,
 ) -> Attachment:
     """Regularize every step of `optimizer` from now on, by a method's name or a regularizer built before.
 
     decoupled=False adds the gradient to `.grad` before the update, once a step, after accumulation and clipping: the
     numbers of the penalty in the loss. decoupled=True applies p -= lr x gradient after the update instead, unseen by
-    the optimizer's moments, as AdamW decays weights; under Adam the two differ tenfold and more.
+    the optimizer's moments, as AdamW decays weights; under Adam the two differ tenfold and more. Either way the energy
+    falls, under `maximize=True` too.
 
-    `overrides` are those of `build`. Served are the layers whose parameters this optimizer holds. The state of the
-    attachment belongs beside the optimizer's in a checkpoint.
+    `overrides` are those of `build`. Served are the layers whose parameters this optimizer holds now; one that is
+    unfrozen or added later is not. The state of the attachment belongs beside the optimizer's in a checkpoint: next to
+    an optimizer that has stepped before, `load_state_dict` that state, or say `anew=True` to begin at round 0.
     """
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     if isinstance(method, Regularizer):
         if overrides:
             raise TypeError(f"{', '.join(overrides)}: settings belong to the regularizer that was given")
-        _check_ownership(method, optimizer)
+        _check_ownership(method, model, optimizer)
         regularizer = method
     else:
         if find_method(method).parametrization:
@@ -216,9 +241,9 @@ def attach(
                 f"{method!r} replaces the weights that the optimizer holds: call comhe.build({method!r}, model) first, "
                 "then make the optimizer, then attach what build returned"
             )
-        owned = _parameters(optimizer)
+        owned = parameters(optimizer)
         regularizer = build(method, model, serves=_in(owned), **overrides)
-    attachment = Attachment(regularizer, optimizer, decoupled)
+    attachment = Attachment(regularizer, optimizer, decoupled, anew)
     attachment.register()
     return attachment
 
@@ -233,33 +258,15 @@ def _refuse_attached(leaves: Iterable[tuple[str, nn.Parameter]]) -> None:
         raise ValueError(f"{name} is attached already: detach() the first attachment before a second one")
 
 
-def _innermost(optimizer: Any) -> Optimizer:
-    """The optimizer inside wrappers that keep it as `.optimizer`."""
-    while getattr(optimizer, "optimizer", None) is not None:
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer={type(optimizer).__name__}: give a torch.optim.Optimizer")
-    if isinstance(optimizer, LBFGS):
-        raise ValueError("LBFGS evaluates its closure many times a step: add comhe.build(...)() to the loss instead")
-    if any(group.get("lr") is None for group in optimizer.param_groups):
-        raise ValueError(
-            f"{type(optimizer).__name__} has a group without a learning rate: give it one, or use the loss form"
-        )
-    if isinstance(optimizer, SparseAdam):
-        raise ValueError("SparseAdam takes sparse gradients only, a regularizer's is dense: use Adam")
-    return optimizer
-
-
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
 def _in(owned: set[int]) -> Callable[[Layer], bool]:
     return lambda layer: any(id(leaf) in owned for leaf in layer.leaves())
 
 
-def _check_ownership(regularizer: Regularizer, optimizer: Optimizer) -> None:
-    serves = _in(_parameters(optimizer))
+def _check_ownership(regularizer: Regularizer, model: nn.Module, optimizer: Optimizer) -> None:
+    inside = {id(module) for module in model.modules()}
+    if foreign := [layer.name for layer in regularizer.layers if id(layer.module) not in inside]:
+        raise ValueError(f"{', '.join(foreign)}: the regularizer was built for another model than the one given")
+    serves = _in(parameters(optimizer))
     missing = [layer.name for layer in regularizer.layers if not serves(layer)]
     if missing:
         raise ValueError(

@@ -96,7 +96,7 @@ class Regularizer(nn.Module):
                 "a projection takes the network's learning rate: give Regularizer(lr=...) or call set_lr(...)"
             )
         device = self._bases.twin.device
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), dtype=torch.float32, device=device)
         heard = [family for family in self.plan.families if not self._silent[family.rule_index]]
         neurons = read_all(layer for family in heard for layer in family.layers)
         for index, family in enumerate(self.plan.families):

@@ -73,8 +73,8 @@ def test_an_optimizer_that_loses_the_gradient_is_told_once(make, message):
     assert not optimizer._optimizer_step_post_hooks
     train(model, optimizer, [1, 2])
     assert handle.regularizer.round == 0
-    comhe.attach("rp-comhe", model, optimizer, decoupled=True, **SETTINGS)
-    train(model, optimizer, [3])
+    comhe.attach("rp-comhe", model, optimizer, decoupled=True, anew=True, **SETTINGS)
+    train(model, optimizer, [3, 4])
 
 
 def test_gradients_set_to_none_before_the_update_are_noticed_too():
@@ -127,6 +127,80 @@ def test_no_alarm_where_the_penalty_is_lost_in_rounding():
     train(model, optimizer, [0, 1])
     train(plain, SGD(plain.parameters(), lr=0.1), [0, 1])
     assert same(model, plain)
+
+
+def test_a_closure_that_is_never_called_is_noticed():
+    class Ignores(SGD):
+        def step(self, closure=None):
+            return super().step()
+
+    _, optimizer, handle = attached(partial(Ignores, lr=0.1))
+    with pytest.raises(RuntimeError, match="update of any layer: the optimizer did not call its closure"):
+        optimizer.step(lambda: None)
+    assert handle.regularizer.round == 0
+
+
+class RemembersWeights(SGD):
+    """Steps on a copy of its own, and writes that over the weight."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter].setdefault("kept", parameter.detach().clone().to(self.kept_in))
+                kept -= group["lr"] * parameter.grad
+                parameter.data.copy_(kept)
+
+
+def test_a_decoupled_step_that_a_finer_copy_will_overwrite_is_noticed():
+    RemembersWeights.kept_in = torch.float32
+    model, optimizer, _ = attached(partial(RemembersWeights, lr=0.1), torch.bfloat16, decoupled=True)
+    train(model, optimizer, [0])
+    with pytest.raises(RuntimeError, match="update of 0: the optimizer has a copy of the weight in higher precision"):
+        train(model, optimizer, [1])
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_decoupled_step_that_is_taken_back_is_noticed():
+    model, optimizer, _ = attached(partial(SGD, lr=0.1), decoupled=True)
+    kept = []
+    optimizer._optimizer_step_post_hooks[-1] = lambda *_: kept.append(model[0].weight.detach().clone())
+    optimizer._optimizer_step_post_hooks.move_to_end(-1, last=False)
+    train(model, optimizer, [0])
+    with torch.no_grad():
+        model[0].weight.copy_(kept[0])
+    with pytest.raises(RuntimeError, match=r"update of 0: the weight was set back after it\. Use decoupled=False"):
+        train(model, optimizer, [1])
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_no_alarm_for_an_honest_optimizer_after_decoupled_steps(make):
+    for dtype in (torch.float32, torch.bfloat16):
+        model, optimizer, handle = attached(make, dtype, decoupled=True)
+        train(model, optimizer, range(4))
+        assert handle.regularizer.round == 4
+
+
+def test_no_alarm_where_the_gradient_was_ours_alone_and_is_zeroed_by_another_hook():
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=False))
+    handle = comhe.attach("hs-mhe", model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert handle.regularizer.round == 1
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_energy_falls_where_the_optimizer_maximises(decoupled):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.5, maximize=True)
+    handle = comhe.attach("hs-mhe", model, optimizer, decoupled=decoupled)
+    before = sum(handle.regularizer.energies().values())
+    for _ in range(20):
+        optimizer.zero_grad()
+        optimizer.step()
+    assert sum(handle.regularizer.energies().values()) < 0.99 * before
 
 
 def test_no_alarm_for_weight_decay_and_maximize():

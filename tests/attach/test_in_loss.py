@@ -94,6 +94,32 @@ def test_a_compiled_optimizer_step(name):
     assert handle.regularizer.round == 10
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_hooks_are_not_compiled(decoupled):
+    seen = []
+
+    def penalty(neurons):
+        seen.append(torch.compiler.is_compiling())
+        return neurons.square().sum(dim=(-2, -1))
+
+    model = network()
+    optimizer = momentum(model.parameters())
+    regularizer = comhe.Regularizer(model, comhe.Rule(penalty=penalty, weight=1e-3))
+    comhe.attach(regularizer, model, optimizer, decoupled=decoupled)
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager")
+    def step(batch):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    for batch in range(3):
+        step(batch)
+    assert len(seen) == 3 * len(regularizer.layers)
+    assert not any(seen)
+
+
 def test_parameter_groups_with_learning_rates_of_their_own():
     def groups(model: nn.Sequential) -> SGD:
         each = [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2:].parameters()}]
@@ -146,6 +172,20 @@ def test_a_projection_that_steps_with_the_networks_rate_follows_the_schedule(nam
         schedule.step()
         train(attached, other, [step])
         other_schedule.step()
+    assert same(by_hand, attached)
+    assert same(handle.state_dict(), dict(regularizer.state_dict()))
+
+
+def test_a_projection_that_steps_with_the_networks_rate_takes_that_of_the_first_layers_group():
+    def groups(model: nn.Sequential) -> SGD:
+        return SGD([{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.7}], lr=0.02)
+
+    by_hand, attached = network(), network()
+    regularizer = comhe.build("ap-comhe-reference", by_hand, dim=6, lr=0.02)
+    optimizer, other = groups(by_hand), groups(attached)
+    handle = comhe.attach("ap-comhe-reference", attached, other, dim=6)
+    train_in_loss(by_hand, optimizer, regularizer, range(3))
+    train(attached, other, range(3))
     assert same(by_hand, attached)
     assert same(handle.state_dict(), dict(regularizer.state_dict()))
 

@@ -33,6 +33,29 @@ def test_the_gradient_comes_after_clipping():
     assert same(by_hand, attached)
 
 
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_weight_without_a_gradient_and_not_in_rows(make):
+    """Fused optimizers walk through weight and gradient side by side, as they lie in memory."""
+
+    def convolutions() -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3), nn.Linear(4, 4)])
+        return model.to(memory_format=torch.channels_last)
+
+    by_hand, attached = convolutions(), convolutions()
+    regularizer = comhe.build("hs-mhe", by_hand)
+    optimizer, other = make(by_hand.parameters()), make(attached.parameters())
+    comhe.attach("hs-mhe", attached, other)
+    for _ in range(3):
+        optimizer.zero_grad()
+        regularizer().backward()
+        optimizer.step()
+        regularizer.advance()
+        other.zero_grad()
+        other.step()
+    assert same(by_hand, attached)
+
+
 def test_accumulated_gradients_get_the_penalty_once():
     (by_hand, optimizer, regularizer), (attached, other, handle) = pair(momentum)
     for step in range(10):
@@ -104,6 +127,49 @@ def test_a_closure_that_is_called_twice_has_the_penalty_each_time():
         other.step(closure)
     assert same(by_hand, attached)
     assert handle.regularizer.round == 5
+
+
+class Failing(SGD):
+    """Its step ends in an exception where `fails` says so."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise ValueError("out of luck")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("how", ["step", "closure", "hook"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_step_that_ends_in_an_exception_leaves_the_next_one_whole(decoupled, how):
+    SGD([nn.Parameter(torch.zeros(1))], lr=1.0)  # as below
+    ours, theirs = network(), network()
+    make = partial(Failing, lr=0.05, momentum=0.9)
+    optimizer, other = make(ours.parameters()), make(theirs.parameters())
+    handle = comhe.attach("rp-comhe", ours, optimizer, decoupled=decoupled, **SETTINGS)
+    comhe.attach("rp-comhe", theirs, other, decoupled=decoupled, **SETTINGS)
+
+    def fail(*_):
+        raise ValueError("out of luck")
+
+    train(ours, optimizer, [0])
+    train(theirs, other, [0])
+    optimizer.fails = how == "step"
+    hook = optimizer.register_step_pre_hook(fail) if how == "hook" else None
+    with pytest.raises(ValueError, match="out of luck") as held:  # with its traceback the frames of the step live on
+        optimizer.step(fail if how == "closure" else None)
+    optimizer.fails = False
+    if hook is not None:
+        hook.remove()
+    with torch.no_grad():
+        for model in (ours, theirs):
+            model[0].weight.mul_(1.5)  # the gradient of the failed step is not that of these weights
+    train(ours, optimizer, range(1, 4))
+    train(theirs, other, range(1, 4))
+    assert held is not None
+    assert same(ours, theirs)
+    assert handle.regularizer.round == 4
 
 
 class CallsItsParent(SGD):

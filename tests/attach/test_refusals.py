@@ -68,7 +68,20 @@ class Engine:
         self.optimizer.zero_grad()
 
 
+class SharpnessAware(Optimizer):
+    """As SAM is written everywhere: two closures, and the step of a base optimizer where the weights were."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, base.defaults)
+        self.base_optimizer = base
+        self.param_groups = base.param_groups
+
+    def step(self, closure=None):
+        self.base_optimizer.step()
+
+
 WRAPPERS = {
+    "sam": SharpnessAware,
     "accelerate": Accelerated,
     "lightning": lightning,
     "engine": Engine,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from twins import loss_of, network, same, train
 
 import comhe
@@ -26,6 +26,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "hs-mhe": {"jitter": 1e-3, "weight": lambda round_: 1 / (1 + round_)},
 }
 every_method = pytest.mark.parametrize(("method", "settings"), METHODS.items(), ids=METHODS)
+
+
+PAST = r"the optimizer has a past that the attachment has not seen: call load_state_dict\(\.\.\.\)"
 
 
 def start(method: str, settings: dict[str, Any], make, **how: Any) -> tuple[nn.Module, Optimizer, Any]:
@@ -143,7 +146,7 @@ def test_an_optimizer_resumed_without_its_attachment_is_an_error():
     model, optimizer, handle = start("rp-comhe", METHODS["rp-comhe"], partial(AdamW, lr=0.01))
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    with pytest.raises(RuntimeError, match="the attachment's was not: call load_state_dict"):
+    with pytest.raises(RuntimeError, match=PAST):
         train(model, optimizer, range(3, 4))
     handle.load_state_dict(saved[2])
     train(model, optimizer, range(3, 4))
@@ -160,5 +163,52 @@ def test_the_attachment_may_be_loaded_before_the_optimizer():
     train(model, optimizer, range(3, 5))
     assert handle.regularizer.round == 5
     optimizer.load_state_dict(saved[1])  # a second time, alone
-    with pytest.raises(RuntimeError, match="the attachment's was not"):
+    with pytest.raises(RuntimeError, match=PAST):
         train(model, optimizer, range(5, 6))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(AdamW, lr=0.01), partial(SGD, lr=0.05, momentum=0.9), partial(Adagrad, lr=0.1)]
+)
+def test_an_optimizer_resumed_before_it_is_attached_needs_the_state_too(kind, settings):
+    make = partial(kind, lr=0.01, **settings)
+    before = start("rp-comhe", METHODS["rp-comhe"], make)
+    train(*before[:2], range(3))
+    saved = carry(*before)
+    model = network()
+    optimizer = make(model.parameters())
+    for part, state in zip((model, optimizer), saved[:2], strict=True):
+        part.load_state_dict(state)
+    handle = comhe.attach("rp-comhe", model, optimizer, **METHODS["rp-comhe"])
+    with pytest.raises(RuntimeError, match=PAST):
+        train(model, optimizer, [3])
+    assert same(model, before[0])
+    handle.load_state_dict(saved[2])
+    train(model, optimizer, [3])
+    train(*before[:2], [3])
+    assert same(model, before[0])
+    assert handle.regularizer.round == 4
+
+
+def test_an_attachment_beside_an_optimizer_with_a_past_begins_anew_if_told_to():
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    handle = comhe.attach("hs-mhe", model, optimizer, anew=True)
+    train(model, optimizer, [2])
+    assert handle.regularizer.round == 1
+
+
+def test_a_regularizer_that_was_resumed_itself_brings_its_round():
+    make = partial(AdamW, lr=0.01)
+    before = start("rp-comhe", METHODS["rp-comhe"], make)
+    train(*before[:2], range(3))
+    saved = carry(before[0], before[1], before[2].regularizer)
+    model = network()
+    optimizer, regularizer = make(model.parameters()), comhe.build("rp-comhe", model, **METHODS["rp-comhe"])
+    for part, state in zip((model, optimizer, regularizer), saved, strict=True):
+        part.load_state_dict(state)
+    comhe.attach(regularizer, model, optimizer)
+    train(model, optimizer, [3])
+    train(*before[:2], [3])
+    assert same(model, before[0])

@@ -133,6 +133,21 @@ def test_a_scale_that_half_precision_cannot_hold():
     assert torch.equal(seen[0], expected)
 
 
+def test_a_scaled_penalty_beyond_half_precision_is_held_at_its_largest_number():
+    """The scaler has looked for overflows before, and would not skip the step."""
+    model = network(dtype=torch.float16)
+    optimizer = Adam(model.parameters(), lr=0.01, fused=True)
+    comhe.attach("hs-mhe", model, optimizer, weight=1e3)
+    scaler = GradScaler("cpu", init_scale=2.0**16)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step) * 1e-3).backward()
+        scaler.step(optimizer)
+        assert model[0].weight.grad.abs().max() == torch.finfo(torch.float16).max / 2.0**16  # unscaled by the step
+        scaler.update()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 class Wipes(SGD):
     """A fused optimizer that throws its gradients away."""
 

@@ -67,10 +67,42 @@ def test_nothing_is_registered_on_the_model(method, decoupled):
 
 
 def test_outputs_are_the_same_bits_with_and_without():
+    """Before any step, after some, and after detaching: of the same weights."""
     plain, attached = network(), network()
-    comhe.attach("rp-comhe", attached, momentum(attached.parameters()), **SETTINGS)
+    optimizer = momentum(attached.parameters())
+    handle = comhe.attach("rp-comhe", attached, optimizer, **SETTINGS)
     inputs = torch.randn(7, 12)
     assert torch.equal(plain(inputs), attached(inputs))
+    train(attached, optimizer, range(3))
+    plain.load_state_dict(attached.state_dict())
+    assert torch.equal(plain(inputs), attached(inputs))
+    handle.detach()
+    assert torch.equal(plain(inputs), attached(inputs))
+
+
+def test_the_value_has_the_type_of_the_regularizer():
+    default = torch.get_default_dtype()
+    for dtype, others in ((torch.float64, torch.bfloat16), (torch.float32, torch.float64), (torch.bfloat16, default)):
+        model = network(dtype=dtype)
+        optimizer = momentum(model.parameters())
+        torch.set_default_dtype(others)
+        try:
+            handle = comhe.attach("hs-mhe", model, optimizer)
+            expected = comhe.build("hs-mhe", model)().detach()
+            train(model, optimizer, [0])
+        finally:
+            torch.set_default_dtype(default)
+        assert handle.value.dtype == expected.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert torch.equal(handle.value, expected)
+
+
+def test_an_adopted_basis_keeps_no_gradient_after_the_step():
+    """Else clipping by the optimizer's parameters would count it, where only the model's gradients were zeroed."""
+    model = network()
+    optimizer = momentum(model.parameters())
+    handle = comhe.attach("learned-comhe", model, optimizer, dim=6)
+    train(model, optimizer, [0])
+    assert all(parameter.grad is None for parameter in handle.regularizer.parameters())
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -126,7 +158,7 @@ def test_a_parameter_is_attached_once_and_again_after_detach():
             comhe.attach("rp-comhe", model, another, **SETTINGS)
     assert everything_on_optimizer(optimizer) == before
     handle.detach()
-    again = comhe.attach("rp-comhe", model, optimizer, **SETTINGS)
+    again = comhe.attach("rp-comhe", model, optimizer, anew=True, **SETTINGS)
     train(model, optimizer, [0])
     assert (handle.regularizer.round, again.regularizer.round) == (0, 1)
 
@@ -176,12 +208,13 @@ def test_the_guard_against_synchronisation_sees_one():
 
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("method", ["rp-comhe", "ap-comhe-reference", "adv-comhe", "learned-comhe", "bp-comhe"])
-def test_after_the_first_step_nothing_waits_for_the_device(method, decoupled):
+def test_after_the_first_steps_nothing_waits_for_the_device(method, decoupled):
+    """The first step, or decoupled the next one, looks once whether the gradient has taken effect."""
     model = network()
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     handle = comhe.attach(method, model, optimizer, dim=6, decoupled=decoupled)
-    train(model, optimizer, [0])
-    loss_of(model, 1).backward()
+    train(model, optimizer, range(1 + decoupled))
+    loss_of(model, 2).backward()
     with NoSynchronisation():
         optimizer.step()
         value = handle.value
@@ -194,10 +227,10 @@ def test_nothing_waits_under_a_scaler_and_with_a_rate_on_the_device(decoupled):
     optimizer = Adam(model.parameters(), lr=torch.tensor(0.01), fused=True)
     comhe.attach("ap-comhe-alter", model, optimizer, dim=6, decoupled=decoupled)
     scaler = GradScaler("cpu", init_scale=2.0**12)
-    for step in range(3):
+    for step in range(4):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step)).backward()
-        if step:
+        if step > decoupled:
             with NoSynchronisation():
                 scaler.step(optimizer)
         else:
@@ -237,7 +270,7 @@ def test_a_failed_attach_leaves_nothing_behind(method, settings, message):
         comhe.attach(method, model, optimizer, **settings)
     after = everything_on(model), everything_on_optimizer(optimizer)
     assert same(after, before)
-    comhe.attach("learned-comhe", model, optimizer, dim=6)
+    comhe.attach("learned-comhe", model, optimizer, dim=6, anew=True)
     train(model, optimizer, [1])
 
 
