@@ -167,9 +167,7 @@ def test_the_attachment_may_be_loaded_before_the_optimizer():
         train(model, optimizer, range(5, 6))
 
 
-@pytest.mark.parametrize(
-    "make", [partial(AdamW, lr=0.01), partial(SGD, lr=0.05, momentum=0.9), partial(Adagrad, lr=0.1)]
-)
+@pytest.mark.parametrize(("kind", "settings"), [(AdamW, {}), (SGD, {"momentum": 0.9}), (Adagrad, {})])
 def test_an_optimizer_resumed_before_it_is_attached_needs_the_state_too(kind, settings):
     make = partial(kind, lr=0.01, **settings)
     before = start("rp-comhe", METHODS["rp-comhe"], make)
