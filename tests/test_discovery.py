@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize
 
-from comhe.discovery import discover, matches, named_modules
+from comhe.discovery import discover, named_modules
 from comhe.names import nearest
+from comhe.selection import matches
 
 
 class Block(nn.Module):
@@ -86,7 +87,7 @@ def test_names_are_those_of_the_state() -> None:
     model = Model()
     state = model.state_dict()
     for layer in discover(model):
-        whole = layer.name.removesuffix(f".{layer.view.part}") if layer.view.part else layer.name
+        whole = layer.name.removesuffix(f".{layer.part.name}") if layer.part.name else layer.name
         assert any(key in state for key in (whole, f"{whole}.weight"))
 
 
@@ -364,7 +365,7 @@ def test_a_frozen_parametrized_weight() -> None:
 # Errors.
 
 
-@pytest.mark.parametrize("name", ["haed", "head.bias", "blocks", "blocks.0.norm", "blocks.0.scale", "experts.0"])
+@pytest.mark.parametrize("name", ["haed", "head.bias", "block", "blocks.0.norm", "blocks.0.scale", "experts.0"])
 def test_an_unknown_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"^no layer '{re.escape(name)}'") as error:
         discover(Model(), [nn.Linear, name])
@@ -407,9 +408,13 @@ def test_old_hooks(old: str) -> None:
         rf"^body\.0 uses the hook-based torch\.nn\.utils\.{old}, whose weight is stale outside forward: "
         rf"use torch\.nn\.utils\.parametrizations\.{old}$"
     )
-    for include in (None, "body.0", nn.Conv2d):
+    for include in (None, "body.0", "body.0.weight", nn.Linear, lambda layer: True):
         with pytest.raises(ValueError, match=message):
             discover(model, include)
+    assert names(model, nn.Conv2d) == []
+    found = discover(model, exclude="body")
+    assert (list(found), found.skipped) == ([], [("body.0", "excluded")])
+    assert discover(model, exclude="body.*").skipped == [("body.0", "excluded")]
     getattr(nn.utils, f"remove_{old}")(model["body"][0])
     assert names(model) == ["body.0"]
     with pytest.raises(ValueError, match=r"^Linear uses the hook-based"):

@@ -20,6 +20,7 @@ REFUSED = {
     "jitter": ({"jitter": -1.0}, "jitter=-1.0: choose 0 or a small positive number"),
     "redraw": ({"redraw_every": 0}, "redraw_every=0: choose a number of rounds >= 1, or None for never"),
     "redraw word": ({"redraw_every": "never"}, "redraw_every='never': choose a number of rounds >= 1"),
+    "redraw flag": ({"redraw_every": True}, "redraw_every=True: choose a number of rounds >= 1"),
     "seed": ({"seed": -1}, "seed=-1: choose an integer from 0"),
     "s": ({"s": -2.0}, "s=-2.0: choose a finite s >= 0"),
     "include": ({"include": "3"}, "no layer '3'. Choose one of: 0, 2, 4"),
@@ -35,7 +36,7 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 def test_a_dimension_above_the_fan_in_is_refused_where_the_projection_was_given():
-    with pytest.raises(ValueError, match=r"0: dim=13 is above 12, the most that its .* choose a smaller dim"):
+    with pytest.raises(ValueError, match=r"layer '0': dim=13 is above 12, the most that its .* choose a smaller dim"):
         comhe.Regularizer(network(), Gaussian(dim=13))
     comhe.Regularizer(network(), Gaussian(dim=12))
     comhe.Regularizer(network(), [Rule("0", Identity()), Rule("*", Gaussian(dim=13))])
@@ -46,7 +47,7 @@ def test_a_weight_that_is_not_finite_is_named(value):
     model = network()
     with torch.no_grad():
         model[2].weight[3, 4] = value
-    with pytest.raises(ValueError, match="2 holds a non-finite weight: repair or reinitialise it first"):
+    with pytest.raises(ValueError, match="layer '2' holds a non-finite weight: repair or reinitialise it first"):
         comhe.Regularizer(model, Identity())
 
 

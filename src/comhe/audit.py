@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comhe.discovery import Selection, Skipped, discover
+from comhe.discovery import discover
 from comhe.energies import Distance, Energy
 from comhe.geometry import measure
 from comhe.products import lift, widest
+from comhe.selection import Selection, Skipped
 from comhe.stored import load
 from comhe.stored import neurons as stored_neurons
 from comhe.tables import table
@@ -175,6 +176,8 @@ def _rows(
         weights: dict[str, Callable[[], Tensor]] = {layer.name: layer.read for layer in found}
         skipped = found.skipped
     else:
+        if not isinstance(source, Mapping | str | os.PathLike):
+            raise TypeError(f"{type(source).__name__}: give a module, a state dict, or the path of one")
         stored = source if isinstance(source, Mapping) else load(source)
         weights, skipped = stored_neurons(stored, include, exclude, columns)
     rows = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.utils import parametrize
 
-from comhe.discovery import Because, Selection, discover, selectors
+from comhe.discovery import Discovery, discover, layer_name, named_modules
 from comhe.methods import Method, find_method
 from comhe.names import nearest
 from comhe.neurons import Layer
@@ -22,6 +23,7 @@ from comhe.projections.identity import Identity
 from comhe.regularizer import Regularizer
 from comhe.roles import Classifier, Roles, find_roles
 from comhe.rules import Rule
+from comhe.selection import Because, Named, Selection, exact_names, selectors
 
 _EMBEDDINGS = tuple(
     Because(kind, "an embedding, regularised only if `include` asks for it") for kind in (nn.Embedding, nn.EmbeddingBag)
@@ -47,7 +49,8 @@ def build(
     The first convolution, and every layer whose fan-in is not above `dim`, is not projected (`small_fan_in="error"`
     refuses such a layer instead). The classifier is left alone unless `classifier_weight` says otherwise; it is the
     one given, or the model's `get_output_embeddings()` or `get_classifier()`, or else the last layer; False means that
-    there is none. Embeddings take part only if `include` asks for them.
+    there is none, and a layer that `include` asks for by its exact name is hidden. Embeddings take part only if
+    `include` asks for them; a classifier of some weight that is tied to one takes part under its own name.
 
     `overrides` are fields of the projection (dim, num_views...), of `Rule` (weight, s, half_space...), arguments of
     `Regularizer` (seed, redraw_every...) and of the method's penalty (local, body...). "rotation" also takes `map` and
@@ -67,19 +70,21 @@ def build(
     columns = regularizer.get("columns", ())
     layers = discover(model, include, excluded, columns=columns)
     # What is left out or frozen keeps its role, which would else pass to its neighbour.
-    roles = find_roles(model, discover(model, None, _EMBEDDINGS, columns=columns, frozen=True), layers, classifier)
+    whole = discover(model, None, _EMBEDDINGS, columns=columns, frozen=True)
+    roles = find_roles(model, whole, layers, classifier, asked=exact_names(selectors(include)))
     weight = method.classifier_weight if classifier_weight is None else classifier_weight
+    if not math.isfinite(weight):
+        raise ValueError(f"classifier_weight={weight}: choose a finite number")
+    if weight != 0 and include is None and (tied := _tied_among(roles.classifier, layers)):
+        regularizer["include"] = ("*", *tied)
+        layers = discover(model, regularizer["include"], excluded, columns=columns)
 
     hidden = [layer for layer in layers if layer.name not in roles.classifier]
-    undo = _parametrize(method, hidden, roles, regularizer.get("seed", 0), sorted_settings["parametrization"])
+    undo = _parametrize(model, method, hidden, roles, regularizer.get("seed", 0), sorted_settings["parametrization"])
     try:
         rules = _rules(sorted_settings["rule"], projection, layers, roles, weight, small_fan_in, overrides)
         if weight == 0:
-            excluded.append(
-                Because(
-                    lambda layer: layer.name in roles.classifier, "the classifier, of weight 0: see classifier_weight"
-                )
-            )
+            excluded.append(Because(Named(roles.classifier), "the classifier, of weight 0: see classifier_weight"))
         return Regularizer(model, rules, notes=roles.notes, **regularizer)
     except BaseException:
         undo()
@@ -129,14 +134,32 @@ def _rules(
         roles.notes["not projected"] = f"{', '.join(sorted(small))} (no larger than dim={dim})"
     of_classifier = {**settings, "weight": classifier_weight, "half_space": False}
     return [
-        Rule(lambda layer: layer.name in roles.classifier, Identity(), name="classifier", **of_classifier),
-        Rule(lambda layer: layer.name in plain, Identity(), name="unprojected", **settings),
+        Rule(Named(roles.classifier), Identity(), name="classifier", **of_classifier),
+        Rule(Named(frozenset(plain)), Identity(), name="unprojected", **settings),
         Rule("*", projection, name="hidden", **settings),
     ]
 
 
+def _tied_among(names: frozenset[str], layers: Discovery) -> list[str]:
+    return sorted(name for name, reason in layers.skipped if name in names and reason.startswith("tied to"))
+
+
+def _refuse_tied(model: nn.Module, method: Method, weights: Iterable[Layer]) -> None:
+    """A weight that is computed in one place and plain in another would no longer be one."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            names.setdefault(id(parameter), []).append(layer_name(prefix, name))
+    for layer in weights:
+        if len(tied := names.get(id(layer.leaves()[0]), [])) > 1:
+            raise ValueError(
+                f"{method.parametrization} would untie the weight that {' and '.join(tied)} share: give each its own, "
+                "or leave it out by exclude=..."
+            )
+
+
 def _parametrize(
-    method: Method, hidden: Sequence[Layer], roles: Roles, seed: int, settings: dict[str, Any]
+    model: nn.Module, method: Method, hidden: Sequence[Layer], roles: Roles, seed: int, settings: dict[str, Any]
 ) -> Callable[[], None]:
     """Parametrize hidden layers as the method has it; the function returned takes that back."""
     done: list[tuple[nn.Module, str, dict[str, nn.Parameter | None]]] = []
@@ -150,15 +173,20 @@ def _parametrize(
 
     rank = settings.get("rank", 30)
     weights = {(id(layer.module), layer.parameter): layer for layer in hidden}  # the parts of a fused weight are one
+    if method.parametrization:
+        _refuse_tied(model, method, weights.values())
     try:
         for layer in weights.values() if method.parametrization else ():
             module, name, before = layer.module, layer.parameter, dict(layer.module._parameters)
-            if method.parametrization == "rotation":
-                rotate(module, name, **settings)
-            elif min(layer.num_neurons, layer.fan_in) > rank and layer.name not in roles.first_convolution:
-                low_rank(module, rank, name, seed, key=layer.name)
-            else:
-                continue
+            try:
+                if method.parametrization == "rotation":
+                    rotate(module, name, **settings)
+                elif min(layer.num_neurons, layer.fan_in) > rank and layer.name not in roles.first_convolution:
+                    low_rank(module, rank, name, seed=seed, key=layer.name)
+                else:
+                    continue
+            except ValueError as error:
+                raise ValueError(f"layer {layer.name!r}: {error}") from error
             done.append((module, name, before))
     except BaseException:
         undo()

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from comhe.discovery import Skipped
 from comhe.neurons import Layer
 from comhe.plan import Plan
 from comhe.projections import Basis, Projection
 from comhe.rules import Schedule
+from comhe.selection import Skipped
 from comhe.tables import table
 
 
@@ -62,8 +62,11 @@ def explain(
     rows = []
     for family in plan.families:
         rule, weight = family.rule, weights[family.rule_index]
-        moves = f", moved {_every(family.moves_every)}" if family.moves_every else ""
-        drawn = f"redrawn {_every(family.redraw_every)}" if family.redraw_every else "drawn once"
+        period, moves_every = family.redraw_every, family.moves_every
+        drawn = f"redrawn {_every(period)}" if period else "drawn once"
+        moves = f", moved {_every(moves_every)}" if moves_every else ""
+        if period and moves_every and moves_every % period == 0:
+            moves = ", never moved as each move falls on a draw"
         for layer in family.layers:
             rows.append(
                 Row(
@@ -80,6 +83,8 @@ def explain(
                     engine="reference: PyTorch operations",
                 )
             )
+    if plan.unmatched:
+        notes = {**notes, "rules without a layer": ", ".join(plan.unmatched)}
     order = {layer.name: i for i, layer in enumerate(plan.layers)}
     return Explanation(sorted(rows, key=lambda row: order[row.layer]), plan.skipped, notes)
 

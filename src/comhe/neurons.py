@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,19 @@ from torch.nn.utils import parametrize
 
 from comhe.products import no_autocast
 
-Arrange = Callable[[Tensor], Tensor]
+Take = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class View:
-    """One set of neurons inside one weight."""
+class Part:
+    """What of a weight is one layer's neurons: all of it, a part of a fused weight, or a factor of a low-rank one."""
 
-    arrange: Arrange
-    part: str = ""  # names the part of a fused weight: "q", "forget"
-    factor: str = ""  # the factor of a low-rank parametrization, regularised in place of the weight
+    take: Take  # a function with a name, so that a regularizer can be pickled
+    name: str = ""  # of the part of a fused weight, "q", "forget", or of the factor
+    is_factor: bool = False  # of a low-rank parametrization, regularised in place of the weight
     taps: int = 1
-    unless_named: str = ""  # why the set is left alone unless asked for by name
+    unless_named: str = ""  # why it is left alone unless its exact name is asked for
+    unless_meant: str = ""  # why it is left alone unless asked for by more than a wildcard
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class Layer:
     name: str
     module: nn.Module
     parameter: str
-    view: View
+    part: Part
     num_neurons: int = field(init=False)
     fan_in: int = field(init=False)
     num_groups: int = field(init=False)
@@ -55,11 +57,11 @@ class Layer:
     @property
     def weight_name(self) -> str:
         """The name that the parts of a fused weight have in common."""
-        return self.name.removesuffix(f".{self.view.part}") if self.view.part else self.name
+        return self.name.removesuffix(f".{self.part.name}") if self.part.name else self.name
 
     @property
     def taps(self) -> int:
-        return self.view.taps
+        return self.part.taps
 
     def read(self) -> Tensor:
         """The neurons [..., N, D] as the weight has them now, differentiable in the module's parameters."""
@@ -69,14 +71,16 @@ class Layer:
         """What the neurons lie in: the weight, or the factors of a low-rank one."""
         plain = self._plain.get(self.parameter)
         if plain is not None:
+            if self.part.is_factor:
+                raise RuntimeError(f"{self.name} is merged into its weight: build the regularizer again")
             return plain
-        if self.view.factor:
+        if self.part.is_factor:
             return read_factors(self.module, self.parameter)
         return read_weight(self.module, self.parameter)
 
     def within(self, source: Tensor | dict[str, Tensor]) -> Tensor:
         """The neurons in what `source` gave for this layer, or for another one of the same weight."""
-        return source[self.view.factor] if isinstance(source, dict) else self.view.arrange(source)
+        return source[self.part.name] if isinstance(source, dict) else self.part.take(source)
 
     @property
     def device(self) -> torch.device:
@@ -145,16 +149,31 @@ def originals(module: nn.Module, name: str) -> Iterator[nn.Parameter]:
     yield from module.parametrizations[name].parameters(recurse=False)  # type: ignore[index, union-attr]
 
 
-def views(module: nn.Module, name: str, weight: Tensor) -> list[View]:
-    """The sets of neurons in weight `name` of `module`; none where it holds no neurons (biases, norms)."""
+def parts(module: nn.Module, name: str, weight: Tensor, is_columns: bool = False) -> list[Part]:
+    """The sets of neurons in weight `name` of `module`; none where it holds no neurons (biases, norms).
+
+    `is_columns`: stored [in, out], a neuron in each column. A weight whose layout its module fixes stays as it is.
+    """
     if factors := read_factors(module, name):
-        return [View(lambda w: w, part=factor, factor=factor) for factor in factors]
-    if weight.ndim < 2:
+        return [Part(_all, name=factor, is_factor=True) for factor in factors]
+    if weight.ndim < 2 or "bias" in name:
         return []
-    for kind, describe in _KINDS:
-        if isinstance(module, kind):
-            return describe(module, name, weight)
+    if describe := _fixed(module, name):
+        return describe(module, name, weight)
+    if is_columns and weight.ndim <= 3:
+        return [Part(_columns)]
+    if isinstance(module, _ROWS) and name == "weight":
+        return [Part(_rows)]
     return _of_unknown(module, name, weight)
+
+
+def has_fixed_layout(module: nn.Module, name: str) -> bool:
+    """Whether the module says by itself what in this weight is a neuron, whatever its orientation."""
+    return _fixed(module, name) is not None
+
+
+def _all(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _rows(weight: Tensor) -> Tensor:
@@ -165,67 +184,74 @@ def _columns(weight: Tensor) -> Tensor:
     return weight.mT
 
 
-def columns_view() -> View:
-    """A weight stored [in, out]: each column is a neuron."""
-    return View(_columns)
+def _chunk(index: int, count: int, weight: Tensor) -> Tensor:
+    part: Tensor = weight.unflatten(0, (count, -1))[index]
+    return part
 
 
-def _of_rows(module: nn.Module, name: str, weight: Tensor) -> list[View]:
-    return [View(_rows)]
+def _grouped(groups: int, weight: Tensor) -> Tensor:
+    """Of [out, in / groups, taps...]."""
+    return weight.flatten(1) if groups == 1 else weight.reshape(groups, -1, weight[0].numel())
 
 
-def _of_convolution(module: nn.Module, name: str, weight: Tensor) -> list[View]:
+def _transposed(groups: int, weight: Tensor) -> Tensor:
+    """Of [in, out / groups, taps...]."""
+    by_group = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(2)
+    return by_group.squeeze(0) if groups == 1 else by_group
+
+
+def _depthwise(take: Take, weight: Tensor) -> Tensor:
+    return take(weight).squeeze(-2)
+
+
+def _of_convolution(module: nn.Module, name: str, weight: Tensor) -> list[Part]:
     assert isinstance(module, _ConvNd)
     taps, groups = math.prod(module.kernel_size), module.groups
-    if isinstance(module, _ConvTransposeNd):  # weight [in, out / groups, taps...]
-
-        def arrange(w: Tensor) -> Tensor:
-            by_group = w.reshape(groups, -1, *w.shape[1:]).transpose(1, 2).flatten(2)
-            return by_group.squeeze(0) if groups == 1 else by_group
-
-    else:  # weight [out, in / groups, taps...]
-
-        def arrange(w: Tensor) -> Tensor:
-            return w.flatten(1) if groups == 1 else w.reshape(groups, -1, w[0].numel())
-
+    take = partial(_transposed if isinstance(module, _ConvTransposeNd) else _grouped, groups)
     if groups > 1 and module.out_channels == groups:
         reason = "depthwise: one filter a channel, and filters of different channels are not comparable"
-        return [View(lambda w: arrange(w).squeeze(-2), taps=taps, unless_named=reason)]
-    return [View(arrange, taps=taps)]
+        return [Part(partial(_depthwise, take), taps=taps, unless_named=reason)]
+    return [Part(take, taps=taps)]
 
 
-def _split(parts: tuple[str, ...]) -> list[View]:
-    def select(index: int) -> Arrange:
-        return lambda w: w.unflatten(0, (len(parts), -1))[index]
-
-    return [View(select(i), part=part) for i, part in enumerate(parts)]
+def _split(names: tuple[str, ...]) -> list[Part]:
+    return [Part(partial(_chunk, i, len(names)), name=name) for i, name in enumerate(names)]
 
 
-def _of_attention(module: nn.Module, name: str, weight: Tensor) -> list[View]:
-    if name == "in_proj_weight":
-        return _split(("q", "k", "v"))
-    return [View(_rows)] if name in ("q_proj_weight", "k_proj_weight", "v_proj_weight") else []
+def _of_attention(module: nn.Module, name: str, weight: Tensor) -> list[Part]:
+    return _split(("q", "k", "v")) if name == "in_proj_weight" else [Part(_rows)]
 
 
 _GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new")}
 
 
-def _of_recurrent(module: nn.Module, name: str, weight: Tensor) -> list[View]:
-    if name.startswith("weight_hr"):  # an LSTM's projection
-        return [View(_rows)]
+def _of_recurrent(module: nn.Module, name: str, weight: Tensor) -> list[Part]:
     kind = str(getattr(module, "mode", type(module).__name__.removesuffix("Cell")))
-    return _split(_GATES[kind]) if kind in _GATES else [View(_rows)]
+    is_projection = name.startswith("weight_hr")  # of an LSTM
+    return _split(_GATES[kind]) if kind in _GATES and not is_projection else [Part(_rows)]
 
 
-_KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], Callable[..., list[View]]], ...] = (
-    (_ConvNd, _of_convolution),
-    (nn.MultiheadAttention, _of_attention),
-    ((nn.RNNBase, nn.RNNCellBase), _of_recurrent),
-    ((nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag), _of_rows),
+# Modules that fix how their weights are laid out, and the names of these weights, or what these begin with in a module
+# of several layers ("weight_ih_l0"). Any other parameter, one that a subclass adds perhaps, is unknown.
+_Describe = Callable[[nn.Module, str, Tensor], list[Part]]
+_KINDS: tuple[tuple[tuple[type[nn.Module], ...], tuple[str, ...], _Describe], ...] = (
+    ((_ConvNd,), ("weight",), _of_convolution),
+    ((nn.MultiheadAttention,), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), _of_attention),
+    ((nn.RNNBase, nn.RNNCellBase), ("weight_ih", "weight_hh", "weight_hr"), _of_recurrent),
 )
 
+
+def _fixed(module: nn.Module, name: str) -> _Describe | None:
+    for kind, names, describe in _KINDS:
+        if isinstance(module, kind) and any(name == own or name.startswith(f"{own}_l") for own in names):
+            return describe
+    return None
+
+
+_ROWS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag)
+
 # Layers outside torch whose square weights do not tell rows from columns, by name so that nothing is imported.
-_KNOWN_ELSEWHERE: dict[str, Arrange] = {
+_KNOWN_ELSEWHERE: dict[str, Take] = {
     "torch_geometric.nn.dense.linear.Linear": _rows,
     "transformers.pytorch_utils.Conv1D": _columns,
 }
@@ -233,21 +259,21 @@ _KNOWN_ELSEWHERE: dict[str, Arrange] = {
 _SIZES = (("in_features", "out_features"), ("in_channels", "out_channels"), ("nx", "nf"))
 
 
-def _of_unknown(module: nn.Module, name: str, weight: Tensor) -> list[View]:
-    """Layers outside torch by their stated sizes; any other parameter is left alone unless asked for by name."""
+def _of_unknown(module: nn.Module, name: str, weight: Tensor) -> list[Part]:
+    """Layers outside torch by their stated sizes; any other parameter is left alone unless it is meant."""
     if name == "weight" and weight.ndim == 2:
         for kind in type(module).__mro__:
             if known := _KNOWN_ELSEWHERE.get(f"{kind.__module__}.{kind.__qualname__}"):
-                return [View(known)]
+                return [Part(known)]
         for fan_in, fan_out in _SIZES:
             sizes = getattr(module, fan_in, None), getattr(module, fan_out, None)
             if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
                 if tuple(weight.shape) == (sizes[1], sizes[0]):
-                    return [View(_rows)]
+                    return [Part(_rows)]
                 if tuple(weight.shape) == sizes:
-                    return [View(_columns)]
+                    return [Part(_columns)]
     if weight.ndim > 3:
-        return [View(_rows, unless_named="a raw parameter, read as rows along its first dimension")]
+        return [Part(_rows, unless_meant="a raw parameter, read as rows along its first dimension")]
     square = weight.ndim == 2 and weight.shape[0] == weight.shape[1]
     reason = "a raw parameter, read row by row" + ("; square, so its orientation is a guess" if square else "")
-    return [View(lambda w: w, unless_named=reason)]
+    return [Part(_all, unless_meant=reason)]

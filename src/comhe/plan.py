@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from comhe.discovery import Discovery, Selector, Skipped, discover, matches, selectors
+from comhe.discovery import Discovery, discover
 from comhe.neurons import Layer
+from comhe.products import lift
 from comhe.projections import Projection
 from comhe.rules import RedrawEvery, Rule
+from comhe.selection import Selection, Selector, Skipped, exact_names, matches, selectors
 
 
 @dataclass(eq=False)
@@ -47,27 +49,33 @@ class Plan:
     families: list[Family]
     layers: list[Layer]  # in the order of the model
     skipped: list[Skipped]
+    unmatched: list[str]  # the labels of rules with globs, modules or types that no layer fits
 
 
 def make_plan(
     model: nn.Module,
     rules: Sequence[Rule],
     *,
-    include: Selector | Iterable[Selector] | None,
-    exclude: Selector | Iterable[Selector] | None,
+    include: Selection | None,
+    exclude: Selection | None,
     columns: str | Iterable[str],
     redraw_every: RedrawEvery,
     shared: bool,
     serves: Callable[[Layer], bool] | None,
 ) -> Plan:
-    if redraw_every not in (None, "auto") and (not isinstance(redraw_every, int) or redraw_every < 1):
+    if redraw_every not in (None, "auto") and (type(redraw_every) is not int or redraw_every < 1):
         raise ValueError(f"redraw_every={redraw_every!r}: choose a number of rounds >= 1, or None for never")
+    labels = [rule.name or str(index) for index, rule in enumerate(rules)]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"two rules are named {label!r}: give each a name of its own")
     found = _discover(model, rules, include, exclude, columns)
-    skipped = list(found.skipped)
+    skipped, matched = list(found.skipped), set()
     families: dict[str, Family] = {}
     layers: list[Layer] = []
     for layer in found:
         index = next((i for i, rule in enumerate(rules) if any(matches(s, layer) for s in selectors(rule.where))), None)
+        matched.add(index)
         if index is None:
             skipped.append(Skipped(layer.name, "no rule matches it"))
         elif serves is not None and not serves(layer):
@@ -75,7 +83,7 @@ def make_plan(
         else:
             rule = rules[index]
             _check_fit(layer, rule.projection)
-            address = "/".join((rule.name or str(index), str(rule.projection.basis_key(layer))))
+            address = "/".join((labels[index], str(rule.projection.basis_key(layer))))
             if not shared:
                 address = f"{address}/{layer.name}"
             period = rule.projection.redraw_every if redraw_every == "auto" else redraw_every
@@ -85,10 +93,20 @@ def make_plan(
     if not families:
         left_out = "; ".join(f"{name}: {reason}" for name, reason in skipped) or _nothing(model, include, columns)
         raise ValueError(f"no layer of {type(model).__name__} to regularise ({left_out})")
-    return Plan(tuple(rules), list(families.values()), layers, skipped)
+    unmatched = [
+        label
+        for index, (label, rule) in enumerate(zip(labels, rules, strict=True))
+        if index not in matched and not any(_is_open(selector) for selector in selectors(rule.where))
+    ]
+    return Plan(tuple(rules), list(families.values()), layers, skipped, unmatched)
 
 
-def _nothing(model: nn.Module, include: Selector | Iterable[Selector] | None, columns: str | Iterable[str]) -> str:
+def _is_open(selector: Selector) -> bool:
+    """Whether nobody would expect it to match something."""
+    return selector == "*" or not isinstance(selector, str | type | nn.Module)
+
+
+def _nothing(model: nn.Module, include: Selection | None, columns: str | Iterable[str]) -> str:
     """Why there is no layer where none was skipped."""
     there = ", ".join(layer.name for layer in discover(model, columns=columns, frozen=True))
     return f"include={include!r} matches none of: {there}" if there else "it has no weight matrices"
@@ -97,19 +115,18 @@ def _nothing(model: nn.Module, include: Selector | Iterable[Selector] | None, co
 def _discover(
     model: nn.Module,
     rules: Sequence[Rule],
-    include: Selector | Iterable[Selector] | None,
-    exclude: Selector | Iterable[Selector] | None,
+    include: Selection | None,
+    exclude: Selection | None,
     columns: str | Iterable[str],
 ) -> Discovery:
-    """What is found by itself, and what a rule asks for by its exact name, in the order of the model."""
-    found = discover(model, include, exclude, columns=columns)
-    have = {layer.name for layer in found}
-    asked = [
-        s for rule in rules for s in selectors(rule.where) if isinstance(s, str) and not any(c in s for c in "*?[")
-    ]
-    missing = [name for name in asked if name not in have]
-    if missing and include is None:
-        return discover(model, ("*", *missing), exclude, columns=columns)
+    """What is found by itself, and what a rule asks for by its name, in the order of the model."""
+    asked = [selector for rule in rules for selector in selectors(rule.where)]
+    found = discover(model, ("*", *asked) if include is None else include, exclude, columns=columns)
+    there = {
+        alias for layer in found for alias in (layer.name, layer.weight_name, f"{layer.weight_name}.{layer.parameter}")
+    }
+    for name in sorted(exact_names(asked) - there):
+        raise ValueError(f"a rule asks for {name!r}, which include or exclude leave out, or which does not exist")
     return found
 
 
@@ -118,9 +135,9 @@ def _check_fit(layer: Layer, projection: Projection) -> None:
     limit = projection.limit(layer)
     if dim is not None and dim > limit:
         raise ValueError(
-            f"{layer.name}: dim={dim} is above {limit}, the most that its {layer.num_neurons} neurons of fan-in "
-            f"{layer.fan_in} allow: choose a smaller dim, or give the layer a rule with projections.Identity()"
+            f"layer {layer.name!r}: dim={dim} is above {limit}, the most that its {layer.num_neurons} neurons of "
+            f"fan-in {layer.fan_in} allow: choose a smaller dim, or give the layer a rule with projections.Identity()"
         )
     with torch.no_grad():
-        if not bool(torch.isfinite(layer.read()).all()):
-            raise ValueError(f"{layer.name} holds a non-finite weight: repair or reinitialise it first")
+        if not bool(torch.isfinite(lift(layer.read())).all()):
+            raise ValueError(f"layer {layer.name!r} holds a non-finite weight: repair or reinitialise it first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -21,13 +21,23 @@ class Roles(NamedTuple):
     notes: dict[str, str]
 
 
-def find_roles(model: nn.Module, whole: Discovery, selected: Sequence[Layer], classifier: Classifier) -> Roles:
+def find_roles(
+    model: nn.Module,
+    whole: Discovery,
+    selected: Sequence[Layer],
+    classifier: Classifier,
+    asked: Container[str] = (),
+) -> Roles:
     """`whole` are the layers found by themselves, `selected` those to regularise, which may hold others.
 
-    `classifier` is a module, a layer's name, False for none, or None to look for it.
+    `classifier` is a module, a layer's name, False for none, or None to look for it, not among those `asked` for.
     """
+    if not (classifier is None or classifier is False or isinstance(classifier, str | nn.Module)):
+        raise TypeError(f"classifier={classifier!r}: give a module of the model, a layer's name, or False for none")
     layers = list({layer.name: layer for layer in [*whole, *selected]}.values())
     found, why = _find_classifier(model, layers, classifier) or (_last(model, whole), "the last layer")
+    if classifier is None and any(name in asked for name in found):
+        found, why = frozenset(), f"{', '.join(found)} is asked for by name"
     first = next((layer for layer in whole if isinstance(layer.module, _ConvNd)), None)
     notes = {"classifier": f"{', '.join(sorted(found)) or 'none'} ({why})"}
     if first is not None:

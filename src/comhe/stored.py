@@ -6,15 +6,15 @@ import json
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comhe.discovery import WRAPPERS, Selection, Skipped, selectors
-from comhe.names import nearest
+from comhe.discovery import WRAPPERS
+from comhe.selection import Choice, Selection, Selector, Skipped, fits, selectors
 
 # A training checkpoint keeps the weights under one of these.
 _NESTED = ("state_dict", "model_state_dict", "model")
@@ -45,9 +45,14 @@ def load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} holds more than weights: save model.state_dict() instead") from error
+    except (KeyError, EOFError, RuntimeError, ValueError, IndexError) as error:
+        raise ValueError(f"{path} is damaged or no file of torch.save: {error!r}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}: save model.state_dict() instead")
-    return next((found[key] for key in _NESTED if isinstance(found.get(key), Mapping)), found)
+    state = next((found[key] for key in _NESTED if isinstance(found.get(key), Mapping)), found)
+    if not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds no tensors, but {', '.join(map(str, state)) or 'nothing'}: save a state dict")
+    return state
 
 
 def _read_safetensors(path: str) -> dict[str, Any]:
@@ -59,7 +64,7 @@ def _read_safetensors(path: str) -> dict[str, Any]:
         header = json.loads(buffer[8:start])
         header.pop("__metadata__", None)
         return {name: _tensor(entry, buffer, start) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
 
 
@@ -85,43 +90,25 @@ def neurons(
     Each floating tensor of two or more dimensions counts, a row a neuron, or a column where `columns` say so; tied
     ones count once. Vectors and single numbers are passed over.
     """
-    includes, excludes = _globs(include), _globs(exclude)
-    asked = {pattern for pattern in includes if not set(pattern) & set("*?[")}
+    choice = Choice(_globs(include), _globs(exclude))
+    unwrapped = _unwrapped(stored)
+    weights = {key: weight for key, weight in unwrapped.items() if not _is_small(weight)}
+    for key, weight in weights.items():
+        if not _unfit(weight):
+            choice.owns(key.removesuffix(".weight"), _names(key), _place(key, weight))
     found: dict[str, Callable[[], Tensor]] = {}
-    skipped: list[Skipped] = []
-    owners: dict[tuple[Any, ...], tuple[str, str]] = {}
-    known: set[str] = set()
-    for key, weight in _unwrapped(stored).items():
-        name = key.removesuffix(".weight")
-        known |= {name, key}
-        if isinstance(weight, Tensor) and weight.ndim < 2:
-            continue
-        reason = _unfit(weight)
-        if not reason:
-            if include is not None and not _matches(name, key, includes):
-                continue
-            # As in `discover`, the first name under which a tied weight is wanted speaks for all of them.
-            excluded = _matches(name, key, excludes)
-            fate = "is excluded" if excluded else "counts once"
-            place = (weight.device, weight.data_ptr(), weight.shape, weight.stride()) if weight.numel() else (key,)
-            owner, fate = owners.setdefault(place, (name, fate))
-            if owner != name:
-                reason = f"tied to {owner}, which {fate}"
-            elif excluded:
-                skipped.append(Skipped(name, "excluded"))
-            else:
-                found[name] = _reader(weight, _matches(name, key, columns))
-        if reason and asked & {name, key}:
-            raise ValueError(f"{name} was asked for by name but is {reason}: leave it out")
-        if reason:
-            skipped.append(Skipped(name, reason))
-    unwanted = {pattern for pattern in excludes if not set(pattern) & set("*?[")}
-    for pattern in sorted((asked | unwanted) - known):
-        raise ValueError(f"no layer {pattern!r}{nearest(pattern, known)}")
-    return found, skipped
+    for key, weight in weights.items():
+        name, unfit = key.removesuffix(".weight"), _unfit(weight)
+        place = key if unfit else _place(key, weight)
+        if choice.takes(name, _names(key), name, place, partial(_matches, key), unfit=unfit):
+            found[name] = partial(_read, weight, any(_matches(key, glob) for glob in columns))
+    choice.check_names(others=unwrapped)
+    return found, choice.skipped
 
 
-def _globs(selection: Selection | None) -> tuple[str, ...]:
+def _globs(selection: Selection | None) -> tuple[str, ...] | None:
+    if selection is None:
+        return None
     chosen = selectors(selection)
     for selector in chosen:
         if not isinstance(selector, str):
@@ -129,12 +116,25 @@ def _globs(selection: Selection | None) -> tuple[str, ...]:
     return tuple(map(str, chosen))
 
 
-def _matches(name: str, key: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, glob) or fnmatchcase(key, glob) for glob in globs)
+def _is_small(weight: Any) -> bool:
+    return isinstance(weight, Tensor) and weight.ndim < 2
 
 
-def _reader(weight: Tensor, in_columns: bool) -> Callable[[], Tensor]:
-    return lambda: weight.detach().mT if in_columns else weight.detach().flatten(1)
+def _names(key: str) -> set[str]:
+    return {key, key.removesuffix(".weight")}
+
+
+def _matches(key: str, glob: Selector) -> bool:
+    return fits(str(glob), _names(key))
+
+
+def _place(key: str, weight: Tensor) -> Hashable:
+    """Equal for tied weights."""
+    return (weight.device, weight.data_ptr(), weight.shape, weight.stride()) if weight.numel() else key
+
+
+def _read(weight: Tensor, in_columns: bool) -> Tensor:
+    return weight.detach().mT if in_columns else weight.detach().flatten(1)
 
 
 def _unfit(weight: Any) -> str:

@@ -461,7 +461,7 @@ def test_value_gradient_and_steps_are_finite_in_double_precision(projection: Pro
 def test_one_input_and_one_neuron_are_served(projection: Projection) -> None:
     cls = type(projection)
     small = cls(dim=1) if hasattr(projection, "dim") else cls()
-    reg = comhe.Regularizer(nn.Linear(1, 1), small, lr=LR)
+    reg = comhe.Regularizer(nn.Linear(1, 1), small, include="weight", lr=LR)
     value = reg()
     value.backward()
     reg.advance()

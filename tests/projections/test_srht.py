@@ -35,7 +35,7 @@ def test_equals_the_loop(fan_in: int, dtype: torch.dtype) -> None:
     # Of one input all directions are +1 or -1, and some coincide.
     model = loops.linear(6 if fan_in > 1 else 1, fan_in, dtype)
     dim = min(5, fan_in)
-    reg = comhe.Regularizer(model, SRHT(dim, 3))
+    reg = comhe.Regularizer(model, SRHT(dim, 3), include="weight")
     size = 2 ** math.ceil(math.log2(fan_in))
     matrix = kronecker(size).tolist()
     for _ in range(2):
