@@ -156,9 +156,74 @@ def test_what_has_weight_zero_is_not_computed():
     regularizer = comhe.Regularizer(model, [Rule("0", penalty=counted, weight=0.0), Rule("2", penalty=counted)])
     regularizer()
     assert calls == [torch.Size([1, 16, 20])]
-    regularizer.set_weight(0.0, 1)
+    assert not comhe.Regularizer(model, Rule(penalty=counted, weight=0.0))().requires_grad
+
+
+def test_a_weight_that_becomes_zero_stays_in_the_graph():
+    model = network()
+    regularizer = comhe.Regularizer(model, Rule())
+    regularizer.set_weight(0.0)
+    regularizer().backward()
     assert regularizer() == 0
-    assert not regularizer().requires_grad
+    assert not model[0].weight.grad.any()
+
+
+def test_weights_through_zero_do_not_recompile():
+    """Nor do rules that fall silent one by one."""
+    compiled = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    model = network()
+    regularizer = comhe.Regularizer(model, [Rule(str(i)) for i in (0, 2, 4)])
+    torch.compiler.reset()
+    value = torch.compile(regularizer, backend=count, fullgraph=True)
+    for step in range(27):
+        weights = [step % 3, step // 3 % 3, step // 9]
+        for rule, weight in enumerate(weights):
+            regularizer.set_weight(float(weight), rule)
+        energies = regularizer.energies().values()
+        torch.testing.assert_close(
+            value(), sum(w * e for w, e in zip(weights, energies, strict=True)) + torch.zeros(())
+        )
+    assert compiled == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_schedule_that_leaves_the_numbers_is_refused(value):
+    regularizer = comhe.Regularizer(network(), Rule(weight=lambda round_: 1.0 if round_ < 2 else value))
+    regularizer.advance()
+    with pytest.raises(ValueError, match=f"weight={value} at round 2: a schedule must give finite numbers"):
+        regularizer.advance()
+
+
+def test_a_seed_is_an_integer():
+    for seed in ("a", 1.5, True):
+        with pytest.raises(TypeError, match=f"seed={seed!r}: choose an integer"):
+            comhe.build("rp-comhe", network(), dim=4, seed=seed)
+
+
+def test_the_type_of_the_value_does_not_depend_on_the_default_one():
+    default = torch.get_default_dtype()
+    model = network()
+    expected = comhe.build("rp-comhe", model, dim=4)()
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            value = comhe.build("rp-comhe", model, dim=4)()
+        finally:
+            torch.set_default_dtype(default)
+        assert torch.equal(value, expected)
+        assert value.dtype == expected.dtype
+
+
+def test_its_text_says_how_far_it_is():
+    regularizer = comhe.Regularizer(network(), Rule())
+    regularizer.advance()
+    assert repr(regularizer).startswith("Regularizer(\n  layers=3, round=1")
 
 
 def test_jitter_parts_exact_duplicates():

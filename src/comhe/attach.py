@@ -94,6 +94,11 @@ class Attachment:
         self._adopted = set()
         self._gradients, self._leaves = [], {}
 
+    def __repr__(self) -> str:
+        mode = "decoupled" if self.decoupled else "in the gradient"
+        state = "attached" if self._hooks else "detached"
+        return f"Attachment({self.regularizer!r}, {type(self.optimizer).__name__}, {mode}, {state})"
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: seed, round, learning rate and learned bases, under the names of the layers."""
         return dict(self.regularizer.state_dict())
@@ -204,7 +209,7 @@ class Attachment:
 
     def _fail(self, parameter: Tensor | None, why: str, remedy: str) -> NoReturn:
         """The regularizer is without effect: say so, and leave the optimizer as it was."""
-        layer = next((name for name, leaf in self._leaves.values() if leaf is parameter), "any layer")
+        layer = next((f"layer {name!r}" for name, leaf in self._leaves.values() if leaf is parameter), "any layer")
         self.detach()
         raise RuntimeError(f"the regularizer's gradient did not reach the update of {layer}: {why}. {remedy}")
 
@@ -255,7 +260,7 @@ def _refuse_attached(leaves: Iterable[tuple[str, nn.Parameter]]) -> None:
     if taken():
         gc.collect()  # an optimizer that nobody holds any more, and its attachment, refer to each other
     for name in taken():
-        raise ValueError(f"{name} is attached already: detach() the first attachment before a second one")
+        raise ValueError(f"layer {name!r} is attached already: detach() the first attachment before a second one")
 
 
 def _in(owned: set[int]) -> Callable[[Layer], bool]:

@@ -30,7 +30,9 @@ class Bases(nn.Module):
         self._names: list[list[str]] = []
         for family in plan.families:
             drawn = self._draw(family, 0)
-            names = [f"{family.address}/{i}".replace(".", "_") for i in range(len(drawn))]
+            # PyTorch takes no "." in these names; no two addresses become the same.
+            address = family.address.replace("%", "%25").replace(".", "%2E")
+            names = [f"{address}/{i}" for i in range(len(drawn))]
             for name, tensor in zip(names, drawn, strict=True):
                 if family.projection.trainable:
                     self.register_parameter(name, nn.Parameter(tensor))
@@ -113,6 +115,15 @@ class Bases(nn.Module):
         device = self.plan.layers[0].device
         if self.twin.device != device:
             self._buffers["twin"] = self.twin.to(device)
+
+    def kinds(self) -> dict[str, str]:
+        """What the bases are, by address: "Gaussian [5, 30, 64]"."""
+        return {
+            family.address: " ".join(
+                [type(family.projection).__name__, *(str(list(part.shape)) for part in self.basis(index))]
+            )
+            for index, family in enumerate(self.plan.families)
+        }
 
     def learned(self) -> dict[str, Tensor]:
         """The bases that only their history determines, by address."""

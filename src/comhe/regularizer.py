@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from comhe.bases import Bases, noise
-from comhe.discovery import Selection
 from comhe.energies import Energy
 from comhe.explain import Explanation, explain
 from comhe.names import nearest
@@ -19,6 +18,8 @@ from comhe.plan import Family, make_plan
 from comhe.products import lift, no_autocast, widest
 from comhe.projections import Basis, Projection
 from comhe.rules import RedrawEvery, Rule, view_weights
+from comhe.saved import compare_bases, compare_layers
+from comhe.selection import Selection
 
 
 class Regularizer(nn.Module):
@@ -36,7 +37,8 @@ class Regularizer(nn.Module):
     notes: remarks that `explain()` repeats.
 
     The model is not changed and nothing is registered on it. Bases follow the weights' devices, and are float64 where
-    the weights are. Several layers on several devices are computed where they are.
+    the weights are. Several layers on several devices are computed where they are. The regularizer refers to the model:
+    a copy or a pickle of it alone holds a model of its own, so copy both together.
     """
 
     _lr: Tensor
@@ -61,6 +63,8 @@ class Regularizer(nn.Module):
         super().__init__()
         if not jitter >= 0:
             raise ValueError(f"jitter={jitter}: choose 0 or a small positive number")
+        if type(seed) is not int:
+            raise TypeError(f"seed={seed!r}: choose an integer from 0 to 2**64 - 1")
         self.plan = make_plan(
             model,
             _as_rules(rules, settings),
@@ -80,6 +84,7 @@ class Regularizer(nn.Module):
         self.register_buffer("_lr", torch.full((1,), lr or 0.0, dtype=widest(device), device=device), persistent=False)
         self._schedules = [rule.weight for rule in self.plan.rules]
         self._set_weights: dict[str, float] = {}
+        self._silent = [True] * len(self._schedules)
         for index in range(len(self.plan.rules)):
             self.register_buffer(f"_weight_{index}", torch.zeros_like(self._lr), persistent=False)
         with torch.no_grad():
@@ -201,10 +206,14 @@ class Regularizer(nn.Module):
         self._write_weights()
 
     def _write_weights(self) -> None:
-        # Forward reads this and no number: a weight that changes must not recompile it.
-        self._silent = [not callable(weight) and weight == 0 for weight in self._schedules]
         for index, weight in enumerate(self._schedules):
             value = weight(self._bases.twin) if callable(weight) else weight
+            if not isinstance(value, Tensor) and not math.isfinite(value):
+                raise ValueError(f"weight={value} at round {self.round}: a schedule must give finite numbers")
+            # Forward reads this flag and no number: a weight that changes must not recompile it. So a rule that has
+            # been heard once is not silent again.
+            is_zero = not callable(weight) and weight == 0
+            self._silent[index] = self._silent[index] and is_zero
             _write(getattr(self, f"_weight_{index}"), value)
 
     def _follow_weights(self) -> None:
@@ -225,12 +234,14 @@ class Regularizer(nn.Module):
             "lr": float(self._lr) if self._lr_known else None,
             "weights": dict(self._set_weights),
             "layers": self._layers_by_address(),
+            "bases": self._bases.kinds(),
             "learned": self._bases.learned(),
         }
 
     @torch.no_grad()
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        _compare(state["layers"], self._layers_by_address())
+        compare_layers(state["layers"], self._layers_by_address())
+        compare_bases(state["bases"], self._bases.kinds(), state["layers"])
         self._follow_weights()
         self._bases.restore(state["seed"], state["round"], state["learned"])
         if state["lr"] is not None:
@@ -238,6 +249,9 @@ class Regularizer(nn.Module):
         self._write_weights()
         for rule, weight in state["weights"].items():
             self.set_weight(weight, rule)
+
+    def extra_repr(self) -> str:
+        return f"layers={len(self.layers)}, round={self.round}"
 
     def _layers_by_address(self) -> dict[str, list[str]]:
         return {family.address: [layer.name for layer in family.layers] for family in self.plan.families}
@@ -262,21 +276,3 @@ def _as_rules(rules: Projection | Rule | Sequence[Rule], settings: dict[str, Any
             "comhe.build"
         )
     return found
-
-
-def _compare(saved: dict[str, list[str]], here: dict[str, list[str]]) -> None:
-    def flat(layers: dict[str, list[str]]) -> dict[str, str]:
-        return {name: address for address, names in layers.items() for name in names}
-
-    old, new = flat(saved), flat(here)
-    differences = [
-        *(f"{name} is missing here" for name in sorted(old.keys() - new.keys())),
-        *(f"{name} is not in the saved state" for name in sorted(new.keys() - old.keys())),
-        *(
-            f"{name} had basis {old[name]} and has {new[name]}"
-            for name in sorted(old.keys() & new.keys())
-            if old[name] != new[name]
-        ),
-    ]
-    if differences:
-        raise ValueError(f"the saved state is of other layers: {'; '.join(differences)}")

@@ -13,25 +13,39 @@ from torch import Tensor
 
 from comhe import penalties
 from comhe.bounds import uniform_expectation
-from comhe.discovery import Selection
 from comhe.energies import Distance, Energy, Reduction
 from comhe.names import nearest
 from comhe.projections import Basis, Projection
 from comhe.projections.identity import Identity
+from comhe.selection import Selection
 
 Penalty = Callable[[Tensor], Tensor]
 Schedule = Callable[[Tensor], Tensor | float]
 
 
+def _mean(energies: Tensor) -> Tensor:
+    return energies.mean(dim=-1)
+
+
+def _max(energies: Tensor) -> Tensor:
+    return energies.amax(dim=-1)
+
+
+def _median(energies: Tensor) -> Tensor:
+    return energies.median(dim=-1).values
+
+
 def _log_mean_exp(energies: Tensor) -> Tensor:
+    """Between the mean and the max, and smooth."""
     return torch.logsumexp(energies, dim=-1) - math.log(energies.shape[-1])
 
 
+# Functions with names, so that a regularizer can be pickled.
 AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda energies: energies.mean(dim=-1),
-    "max": lambda energies: energies.amax(dim=-1),
-    "median": lambda energies: energies.median(dim=-1).values,
-    "logmeanexp": _log_mean_exp,  # between the mean and the max, and smooth
+    "mean": _mean,
+    "max": _max,
+    "median": _median,
+    "logmeanexp": _log_mean_exp,
 }
 
 

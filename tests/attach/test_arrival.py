@@ -51,8 +51,9 @@ def attached(make, dtype=torch.float32, **settings):
     return model, optimizer, comhe.attach("rp-comhe", model, optimizer, **SETTINGS | settings)
 
 
-STILL = "the regularizer's gradient did not reach the update of 0: the step did not move its weight"
-TAKEN = "the regularizer's gradient did not reach the update of 0: the gradient was taken away again before the update"
+LOST = "the regularizer's gradient did not reach the update of layer '0'"
+STILL = f"{LOST}: the step did not move its weight"
+TAKEN = f"{LOST}: the gradient was taken away again before the update"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,9 @@ def test_a_decoupled_step_that_a_finer_copy_will_overwrite_is_noticed():
     RemembersWeights.kept_in = torch.float32
     model, optimizer, _ = attached(partial(RemembersWeights, lr=0.1), torch.bfloat16, decoupled=True)
     train(model, optimizer, [0])
-    with pytest.raises(RuntimeError, match="update of 0: the optimizer has a copy of the weight in higher precision"):
+    with pytest.raises(
+        RuntimeError, match="update of layer '0': the optimizer has a copy of the weight in higher precision"
+    ):
         train(model, optimizer, [1])
     assert not optimizer._optimizer_step_pre_hooks
 
@@ -168,7 +171,9 @@ def test_a_decoupled_step_that_is_taken_back_is_noticed():
     train(model, optimizer, [0])
     with torch.no_grad():
         model[0].weight.copy_(kept[0])
-    with pytest.raises(RuntimeError, match=r"update of 0: the weight was set back after it\. Use decoupled=False"):
+    with pytest.raises(
+        RuntimeError, match=r"update of layer '0': the weight was set back after it\. Use decoupled=False"
+    ):
         train(model, optimizer, [1])
 
 

@@ -164,7 +164,7 @@ def test_the_arrival_is_checked_under_a_scaler_too_and_not_by_a_skipped_step():
     comhe.attach("rp-comhe", model, optimizer, **SETTINGS)
     scaler = GradScaler("cpu", init_scale=2.0**12)
     train_scaled(model, optimizer, scaler, [0], overflow=0)
-    with pytest.raises(RuntimeError, match=r"did not reach the update of 0: the step did not move its weight"):
+    with pytest.raises(RuntimeError, match=r"did not reach the update of layer '0': the step did not move its weight"):
         train_scaled(model, optimizer, scaler, [1])
 
 

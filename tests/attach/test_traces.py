@@ -154,7 +154,7 @@ def test_a_parameter_is_attached_once_and_again_after_detach():
     handle = comhe.attach("hs-mhe", model, optimizer)
     before = everything_on_optimizer(optimizer)
     for another in (optimizer, momentum(model.parameters())):
-        with pytest.raises(ValueError, match=r"0 is attached already: detach\(\) the first attachment"):
+        with pytest.raises(ValueError, match=r"layer '0' is attached already: detach\(\) the first attachment"):
             comhe.attach("rp-comhe", model, another, **SETTINGS)
     assert everything_on_optimizer(optimizer) == before
     handle.detach()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+import comhe
 from comhe.energies import energy
 from comhe.parametrizations import LowRankReport, low_rank, merge, report, rotate
 
@@ -287,3 +288,14 @@ def test_refused_with_the_layer_unchanged(make, rank, message):
     assert type(layer) is kind
     assert all(layer._parameters[key] is value for key, value in parameters.items())
     assert list(layer.state_dict()) == state
+
+
+def test_a_regularizer_of_factors_that_are_merged_says_so():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 12), nn.Linear(12, 3))
+    regularizer = comhe.build("lr-bp-comhe", model, rank=4)
+    assert regularizer().isfinite()
+    comhe.merge(model)
+    for use in (regularizer, regularizer.energies):
+        with pytest.raises(RuntimeError, match=r"0\.y1 is merged into its weight: build the regularizer again"):
+            use()
