@@ -181,45 +181,12 @@ def test_gradient_of_close_pairs_in_float32(setting: dict, apart: float) -> None
 
 
 def test_no_seam_where_pairs_begin_to_be_close() -> None:
-    """On either side of |cos| = 0.95 the two ways of computing a distance agree."""
+    """On either side of |cos| = 0.95 the ways of computing a distance agree."""
     for cosine in (pairs.CLOSE_COSINE - 1e-6, pairs.CLOSE_COSINE + 1e-6):
         for sign in (1, -1):
             points = torch.tensor([[1.0, 0.0], [sign * cosine, math.sqrt(1 - cosine**2)]])
             for setting in SETTINGS:
                 assert_is_loop(energy(points, **setting, reduction="sum"), points, 2e-6, **setting)
-
-
-def clusters() -> Tensor:
-    """[2, 12, 3] in which a third of the pairs are close."""
-    return (normal(2, 3, 1, 3) + 0.05 * normal(2, 3, 4, 3, seed=1)).view(2, 12, 3)
-
-
-@pytest.mark.parametrize("portion", [1, 7, 3 * 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_close_pairs_in_portions(portion: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = clusters().to(dtype)
-    split = []
-    close_pairs_of = pairs._close_pairs
-
-    def counting(close: Tensor, num_columns: int) -> tuple:
-        split.append(close_pairs_of(close, num_columns))
-        return split[-1]
-
-    monkeypatch.setattr(pairs, "_close_pairs", counting)
-    for half_space in SPACES:
-        value, gradient = value_and_gradient(points, half_space=half_space)
-        assert max(map(len, split)) == 1
-        closed = Energy(half_space=half_space).gradient(points)
-        with monkeypatch.context() as patch:
-            patch.setattr(pairs, "_PAIR_ELEMENTS", portion)
-            found, found_gradient = value_and_gradient(points, half_space=half_space)
-            found_closed = Energy(half_space=half_space).gradient(points)
-        assert min(map(len, split[-3:])) > 5
-        split.clear()
-        assert torch.equal(found, value)
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(found_gradient, gradient, rtol=tolerance, atol=0)
-        torch.testing.assert_close(found_closed, closed, rtol=tolerance, atol=0)
 
 
 # Derivatives.

@@ -84,10 +84,10 @@ class Energy:
         else:
             # nearest_ij runs against the distance where the partner is on the other side.
             slope = self._slope(*_with_sides(found)) * found.side
-        slope = _without_self(slope)
-        force = 2 * pull(slope, unit, found)
+        force = 2 * pull(torch.where(found.apart, slope, 0.0), unit, found)
         force = force - (force * unit).sum(dim=-1, keepdim=True) * unit
         if self.norm_eps:
+            slope = _without_self(slope)
             of_lacking = slope.sum(dim=-1) + slope.sum(dim=-2)
             if self.half_space:
                 short = 2 * lacking.to(slope.dtype)
@@ -173,8 +173,8 @@ def _checked(points: Tensor) -> Tensor:
 
 def _with_sides(found: Pairs) -> tuple[Tensor, Tensor]:
     """Squared chords to the partner and to its antipode."""
-    rest = 4 - found.nearest
-    return torch.where(found.same_side, found.nearest, rest), torch.where(found.same_side, rest, found.nearest)
+    rest, same_side = 4 - found.nearest, found.side > 0
+    return torch.where(same_side, found.nearest, rest), torch.where(same_side, rest, found.nearest)
 
 
 def _without_self(each: Tensor) -> Tensor:
