@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from comhe.pairs import Pairs, inverse_norms, pairs, pull, sphere
-from comhe.products import lift
+from comhe.products import lift, widest
 
 Distance = Literal["chord", "angle"]
 Reduction = Literal["mean", "sum"]
 
-# Below this squared distance, and where the energy of one pair exceeds this value, the energy goes on as its tangent:
-# finite at duplicates, and still falling as they part.
+# Below this squared distance, or where a pair's slope would exceed the second number or its energy at a distance of
+# zero the third, the energy goes on as its tangent: finite at duplicates, and still falling as they part. A thousand
+# duplicates can be summed.
 _FLOOR = {torch.float32: 1e-8, torch.float64: 1e-16}
-_CEILING = {torch.float32: 1e20, torch.float64: 1e40}
+_STEEPEST = {torch.float32: 1e37, torch.float64: 1e300}
+_LARGEST = {torch.float32: 1e31, torch.float64: 1e201}
 # The angle has a cusp at the antipode: closer to it than this squared distance it stops changing.
 _CUSP = {torch.float32: 1e-12, torch.float64: 1e-28}
 
@@ -72,10 +74,13 @@ class Energy:
             each = self._potential(near, far) + self._law(far, near)
         else:
             each = self._potential(*_with_sides(found))
-        total = _without_self(each).sum(dim=(-2, -1))
+        # Rows are added up in the widest type: of many duplicates the sum may exceed a range that holds the mean.
+        total = _without_self(each).sum(dim=-1).to(widest(each.device)).sum(dim=-1)
         if self.half_space:
             total = 2 * (total + self._of_antipodes(lacking.to(total.dtype)))
-        return total if self.reduction == "sum" else total / self._num_ordered_pairs(each.shape[-1])
+        if self.reduction == "mean":
+            total = total / self._num_ordered_pairs(each.shape[-1])
+        return total.to(each.dtype)
 
     def _gradient(self, points: Tensor, unit: Tensor, lacking: Tensor, found: Pairs) -> Tensor:
         if self.half_space:
@@ -84,13 +89,13 @@ class Energy:
         else:
             # nearest_ij runs against the distance where the partner is on the other side.
             slope = self._slope(*_with_sides(found)) * found.side
-        slope = _without_self(slope)
-        force = 2 * pull(slope, unit, found)
+        force = 2 * pull(torch.where(found.apart, slope, 0.0), unit, found)
         force = force - (force * unit).sum(dim=-1, keepdim=True) * unit
         if self.norm_eps:
-            of_lacking = slope.sum(dim=-1) + slope.sum(dim=-2)
+            slope = _without_self(slope)
+            of_lacking = slope.sum(dim=-1, dtype=unit.dtype) + slope.sum(dim=-2, dtype=unit.dtype)
             if self.half_space:
-                short = 2 * lacking.to(slope.dtype)
+                short = 2 * lacking
                 of_lacking = of_lacking - 2 * self._slope(4 - short, short)
             force = force - 2 * (lacking * of_lacking).unsqueeze(-1) * unit
         factor = 2.0 if self.half_space else 1.0
@@ -115,8 +120,11 @@ class Energy:
         return self._potential(4 - short, short).sum(dim=-1)
 
     def _floor(self, dtype: torch.dtype) -> float:
-        floor, ceiling = _FLOOR[dtype], _CEILING[dtype]
-        return max(floor, ceiling ** (-2.0 / self.s)) if self.s > 0 else floor
+        if self.s == 0:
+            return _FLOOR[dtype]
+        of_slope: float = (self.s / 2 / _STEEPEST[dtype]) ** (2 / (self.s + 2))
+        of_energy: float = ((1 + self.s / 2) / _LARGEST[dtype]) ** (2 / self.s)
+        return max(_FLOOR[dtype], of_slope, of_energy)
 
     def _potential(self, x: Tensor, y: Tensor) -> Tensor:
         """f, given the squared chord x and the squared chord y to the antipode, x + y = 4; below the floor a line."""
@@ -173,8 +181,8 @@ def _checked(points: Tensor) -> Tensor:
 
 def _with_sides(found: Pairs) -> tuple[Tensor, Tensor]:
     """Squared chords to the partner and to its antipode."""
-    rest = 4 - found.nearest
-    return torch.where(found.same_side, found.nearest, rest), torch.where(found.same_side, rest, found.nearest)
+    rest, same_side = 4 - found.nearest, found.side > 0
+    return torch.where(same_side, found.nearest, rest), torch.where(same_side, rest, found.nearest)
 
 
 def _without_self(each: Tensor) -> Tensor:
@@ -195,8 +203,11 @@ def energy(
     With z the distance of two directions, f(z) = z^-s for s > 0 and -log z for s = 0; "sum" adds f over all ordered
     pairs i != j (Eq. 1), "mean" divides by their number N (N - 1). `distance` is the chord |a - b| or the angle in
     radians. `half_space` takes the 2N points +-w_i, antipodes included (Appendix B). float64 is computed and returned
-    in float64, every lower precision in float32. A zero point counts as orthogonal to all others, with gradient zero;
-    duplicates have a finite energy; a point that is not finite makes it NaN. `norm_eps` is added to squared norms as in
-    the reference code, which makes the energy depend on scale: leave it 0.
+    in float64, every lower precision in float32. A zero point counts as orthogonal to all others, with gradient zero; a
+    point that is not finite makes it NaN. `norm_eps` is added to squared norms as in the reference code, which makes
+    the energy depend on scale: leave it 0.
+
+    Duplicates have a finite energy and a gradient of zero: f goes on as a straight line in z^2 below z = 1e-4 (1e-8 in
+    float64), and where s is large from about 1e30 (1e200) on: below z = 1e-3 at s = 10, below 0.03 at s = 20.
     """
     return Energy(s, half_space, distance, reduction, norm_eps)(points)

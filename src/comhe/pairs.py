@@ -1,9 +1,10 @@
 """Squared distances of all pairs of neurons on the sphere, right for close pairs and differentiable to any order.
 
 1 - cos from a product of unit vectors has an absolute error of one rounding, so 1/d^2 is off by 10 % at d = 1e-3 in
-float32. A pair with |cos| > 0.95 is therefore recomputed from the difference of its unit vectors, held in the device's
-widest type. On a GPU the whole product is formed in that type instead, and nothing needs recomputing.
-docs/derivations.md, "Close pairs", has the error bounds.
+float32. Unit vectors are therefore held in the device's widest type, and so is their product: on the CPU where a pair
+is close (|cos| > 0.95), on a GPU always, as looking for one would stop the stream. Results in the widest type itself
+take a product of two parts, one of them exact. Nothing is gathered: a collapsed layer costs what others do, but for
+the wider product. docs/derivations.md, "Close pairs", has the error bounds.
 
 Two bilinear maps suffice, and each is the other's derivative. With s_ij = +-1 the side on which the pair is close,
 
@@ -21,16 +22,17 @@ from torch import Tensor
 from comhe.products import full_precision, widest
 
 CLOSE_COSINE = 0.95
-_PAIR_ELEMENTS = 1 << 24  # numbers held at a time while differences of close pairs are formed
+# Binary digits of unit vectors whose products add up without rounding: twice as many, and a sum of at most 1, fit.
+_HEAD_DIGITS = {torch.float64: 25, torch.float32: 11}
 
 
 class Pairs(NamedTuple):
     """All pairs of N points: everything an energy needs to know of them."""
 
     nearest: Tensor  # [..., N, N] squared chord to the nearer of +-partner, 2 on the diagonal
-    same_side: Tensor  # [..., N, N] bool: the nearer one is the partner itself
-    side: Tensor  # [..., N, N] +1 or -1, the same as a number, in a byte
-    close: Tensor  # [..., N, N] bool: computed from differences
+    side: Tensor  # [..., N, N] +1 where the nearer one is the partner itself, else -1, in a byte
+    apart: Tensor  # [..., N, N] bool: a direction leads from one to the other; not on the diagonal, nor for duplicates
+    close: Tensor  # 0-d bool: products are in the widest type
 
 
 def sphere(points: Tensor, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -69,11 +71,11 @@ def _scaled(points: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
 
 def pairs(unit: Tensor, lacking: Tensor, dtype: torch.dtype) -> Pairs:
     """The pairs of unit vectors [..., N, D], distances in `dtype`."""
-    nearest, side, close = _nearest(unit, dtype)
+    chord, side, close = _nearest(unit, dtype)
     missing = lacking.to(dtype)
-    nearest = nearest + (missing.unsqueeze(-1) + missing.unsqueeze(-2))
+    nearest = chord + (missing.unsqueeze(-1) + missing.unsqueeze(-2))
     self_pair = torch.eye(unit.shape[-2], dtype=torch.bool, device=unit.device)
-    return Pairs(torch.where(self_pair, 2.0, nearest), side > 0, side, close)
+    return Pairs(torch.where(self_pair, 2.0, nearest), side, chord != 0, close)
 
 
 def pull(weights: Tensor, unit: Tensor, found: Pairs) -> Tensor:
@@ -87,63 +89,75 @@ def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.matmul(a.to(dtype), b.to(dtype))
 
 
-def _product_dtype(unit: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """On a GPU the widest product is right for every pair by itself, and searching close ones would stop the stream."""
-    return unit.dtype if unit.is_cuda else dtype
+def _product_dtype(unit: Tensor, close: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return unit.dtype if unit.is_cuda or close else dtype
 
 
-def _batched(matrices: Tensor) -> Tensor:
-    return matrices.view(-1, *matrices.shape[-2:])
+def _sides(cosine: Tensor) -> Tensor:
+    return (cosine >= 0).to(torch.int8).mul_(2).sub_(1)
 
 
-def _close_pairs(close: Tensor, num_columns: int) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-    """(batch, i, j) of the close pairs with i < j, in portions of bounded size."""
-    batch, i, j = _batched(close).nonzero(as_tuple=True)
-    once = i < j
-    batch, i, j = batch[once], i[once], j[once]
-    size = max(1, _PAIR_ELEMENTS // max(1, num_columns))
-    return tuple(zip(batch.split(size), i.split(size), j.split(size), strict=True))
+def _squares(products: Tensor, side: Tensor) -> Tensor:
+    """pair_products(u, v), given the matrix of the u_i . v_j. Its own diagonal is taken: equal rows then cancel."""
+    diagonal = products.diagonal(dim1=-2, dim2=-1)
+    return diagonal.unsqueeze(-1) + diagonal.unsqueeze(-2) - side * (products + products.mT)
 
 
-def _from_products(u: Tensor, v: Tensor, products: Tensor, side: Tensor, close: Tensor, dtype: torch.dtype) -> Tensor:
-    """pair_products(u, v) in `dtype`, given the matrix of the u_i . v_j."""
-    diagonal = (u * v).sum(dim=-1).to(products.dtype)
-    both = products + products.mT
-    result = (diagonal.unsqueeze(-1) + diagonal.unsqueeze(-2) - side * both).to(dtype).contiguous()
-    if u.is_cuda:
-        return result
-    flat_u, flat_v, flat_side, flat = map(_batched, (u.contiguous(), v.contiguous(), side.contiguous(), result))
-    for batch, i, j in _close_pairs(close, u.shape[-1]):
-        sign = flat_side[batch, i, j].unsqueeze(-1)
-        du = flat_u[batch, i] - sign * flat_u[batch, j]
-        dv = flat_v[batch, i] - sign * flat_v[batch, j]
-        exact = (du * dv).sum(dim=-1).to(dtype)
-        flat[batch, i, j] = exact
-        flat[batch, j, i] = exact
-    return result
+def _any_close(cosine: Tensor) -> Tensor:
+    others = cosine.abs()
+    others.diagonal(dim1=-2, dim2=-1).zero_()
+    return (others > CLOSE_COSINE).any()
+
+
+def _chords(unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared chords and sides from one product in the type of `unit`, for results in a narrower one."""
+    cosine = _multiply(unit, unit.mT, unit.dtype)
+    side = _sides(cosine)
+    return _squares(cosine, side), side
+
+
+def _exact_chords(unit: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for results in the type of `unit`: head @ head' rounds nothing away, and what it lacks is small."""
+    digits = _HEAD_DIGITS[unit.dtype]
+    head = torch.round(unit * 2.0**digits) / 2.0**digits
+    rest = unit - head
+    exact = _multiply(head, head.mT, unit.dtype)
+    lacking = _multiply(unit - rest / 2, rest.mT, unit.dtype)  # u u' = exact + lacking + lacking'
+    side = _sides(exact)
+    return _squares(exact, side) + 2 * _squares(lacking, side), side
 
 
 @torch.library.custom_op("comhe::nearest", mutates_args=())
 def _nearest(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """pair_products(unit, unit), which side each pair is close on, and which pairs are close."""
-    cosine = _multiply(unit, unit.mT, _product_dtype(unit, dtype))
-    side = torch.where(cosine >= 0, 1, -1).to(torch.int8)
-    close = cosine.abs() > CLOSE_COSINE
-    close = close | close.mT
-    return _from_products(unit, unit, cosine, side, close, dtype), side, close
+    """pair_products(unit, unit), which side each pair is close on, and whether products must be in the widest type."""
+    if unit.is_cuda:
+        close = torch.ones((), dtype=torch.bool, device=unit.device)
+    else:
+        cosine = _multiply(unit, unit.mT, dtype)
+        close = _any_close(cosine)
+        if not close:
+            side = _sides(cosine)
+            return _squares(cosine, side), side, close
+    square, side = _exact_chords(unit) if dtype == unit.dtype else _chords(unit)
+    # What rounding leaves of a distance of zero is none: the slope there is huge, and its direction would be noise.
+    digits = _HEAD_DIGITS[unit.dtype] if dtype == unit.dtype else 0
+    noise = 2 * torch.finfo(unit.dtype).eps * unit.shape[-1] ** 0.5 * 2.0**-digits
+    return torch.where(square <= noise, 0.0, square).to(dtype), side, close
 
 
 @_nearest.register_fake
 def _(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     square = (*unit.shape[:-1], unit.shape[-2])
-    side, close = (unit.new_empty(square, dtype=kind) for kind in (torch.int8, torch.bool))
-    return unit.new_empty(square, dtype=dtype), side, close
+    return (
+        unit.new_empty(square, dtype=dtype),
+        unit.new_empty(square, dtype=torch.int8),
+        unit.new_empty((), dtype=torch.bool),
+    )
 
 
 @torch.library.custom_op("comhe::pair_products", mutates_args=())
 def _pair_products(u: Tensor, v: Tensor, side: Tensor, close: Tensor, dtype: torch.dtype) -> Tensor:
-    products = _multiply(u, v.mT, _product_dtype(u, dtype))
-    return _from_products(u, v, products, side, close, dtype)
+    return _squares(_multiply(u, v.mT, _product_dtype(u, close, dtype)), side).to(dtype)
 
 
 @_pair_products.register_fake
@@ -153,21 +167,10 @@ def _(u: Tensor, v: Tensor, side: Tensor, close: Tensor, dtype: torch.dtype) -> 
 
 @torch.library.custom_op("comhe::laplacian", mutates_args=())
 def _laplacian(weights: Tensor, u: Tensor, side: Tensor, close: Tensor) -> Tensor:
-    u, dtype = u.contiguous(), _product_dtype(u, weights.dtype)
-    far = weights.to(dtype) if u.is_cuda else torch.where(close, 0.0, weights)
-    degree = (far.sum(dim=-1) + far.sum(dim=-2)).to(u.dtype)
-    signed = far * side
-    result = degree.unsqueeze(-1) * u - _multiply(signed + signed.mT, u, dtype)
-    if u.is_cuda:
-        return result
-    flat_u, flat_weights, flat_side, flat = map(_batched, (u, weights.contiguous(), side.contiguous(), result))
-    for batch, i, j in _close_pairs(close, u.shape[-1]):
-        sign = flat_side[batch, i, j].unsqueeze(-1)
-        weight = (flat_weights[batch, i, j] + flat_weights[batch, j, i]).unsqueeze(-1)
-        force = weight * (flat_u[batch, i] - sign * flat_u[batch, j])
-        flat.index_put_((batch, i), force, accumulate=True)
-        flat.index_put_((batch, j), -sign * force, accumulate=True)
-    return result
+    weights = weights.to(_product_dtype(u, close, weights.dtype))
+    degree = (weights.sum(dim=-1) + weights.sum(dim=-2)).to(u.dtype)
+    signed = weights * side
+    return (degree.unsqueeze(-1) * u - _multiply(signed + signed.mT, u, weights.dtype)).contiguous()
 
 
 @_laplacian.register_fake
