@@ -13,6 +13,7 @@ from comhe.energies import energy
 from comhe.parametrizations import merge
 from comhe.regularizer import Regularizer
 from comhe.rules import Rule
+from comhe.sampling import sampled_energy
 
 __version__ = "0.1.0"
 
@@ -28,4 +29,5 @@ __all__ = [
     "parametrizations",
     "penalties",
     "projections",
+    "sampled_energy",
 ]

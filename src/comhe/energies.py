@@ -5,7 +5,7 @@ Pure functions of points; only here do points become directions on their way to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from comhe.pairs import Pairs, inverse_norms, pairs, pull, sphere
 from comhe.products import lift, widest
+from comhe.streaming import is_streamed, stream
 
 Distance = Literal["chord", "angle"]
 Reduction = Literal["mean", "sum"]
@@ -53,7 +54,7 @@ class Energy:
         Points that come of a product are to be given in the widest type: rounded before, close ones have lost the
         digits of their difference.
         """
-        points = _checked(points)
+        points = checked(points)
         dtype = dtype or points.dtype
         if points.shape[-2] < 2:
             return (points * 0.0).sum(dim=(-2, -1)).to(dtype)  # no partner: energy 0, gradient zero
@@ -62,42 +63,57 @@ class Energy:
 
     def gradient(self, points: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The derivative of `self(points, dtype).sum()`, [..., N, D], in closed form; itself differentiable."""
-        points = _checked(points)
+        points = checked(points)
         if points.shape[-2] < 2:
             return points * 0.0
         unit, lacking = sphere(points, self.norm_eps)
         return self._gradient(points, unit, lacking, pairs(unit, lacking, dtype or points.dtype))
 
     def _value(self, found: Pairs, lacking: Tensor) -> Tensor:
-        if self.half_space:
-            near, far = found.nearest, 4 - found.nearest
-            each = self._potential(near, far) + self._law(far, near)
-        else:
-            each = self._potential(*_with_sides(found))
+        each = _without_self(self.of_pairs(found.nearest, found.side))
         # Rows are added up in the widest type: of many duplicates the sum may exceed a range that holds the mean.
-        total = _without_self(each).sum(dim=-1).to(widest(each.device)).sum(dim=-1)
-        if self.half_space:
-            total = 2 * (total + self._of_antipodes(lacking.to(total.dtype)))
-        if self.reduction == "mean":
-            total = total / self._num_ordered_pairs(each.shape[-1])
-        return total.to(each.dtype)
+        return self.reduced(each.sum(dim=-1).to(widest(each.device)).sum(dim=-1), lacking).to(each.dtype)
 
     def _gradient(self, points: Tensor, unit: Tensor, lacking: Tensor, found: Pairs) -> Tensor:
-        if self.half_space:
-            near, far = found.nearest, 4 - found.nearest
-            slope = self._slope(near, far) - self._slope(far, near)
-        else:
-            # nearest_ij runs against the distance where the partner is on the other side.
-            slope = self._slope(*_with_sides(found)) * found.side
-        force = 2 * pull(torch.where(found.apart, slope, 0.0), unit, found)
-        force = force - (force * unit).sum(dim=-1, keepdim=True) * unit
+        slope = self.slopes(found.nearest, found.side)
+        force = pull(torch.where(found.apart, slope, 0.0), unit, found)
+        of_others: Tensor | None = None
         if self.norm_eps:
             slope = _without_self(slope)
-            of_lacking = slope.sum(dim=-1, dtype=unit.dtype) + slope.sum(dim=-2, dtype=unit.dtype)
+            of_others = slope.sum(dim=-1, dtype=unit.dtype) + slope.sum(dim=-2, dtype=unit.dtype)
+        return self.chained(points, unit, lacking, force, of_others)
+
+    def of_pairs(self, nearest: Tensor, side: Tensor) -> Tensor:
+        """The energy of each ordered pair, given the squared chord to the nearer of +-partner and which one that is.
+
+        In half space that of the pair and of its antipode.
+        """
+        if self.half_space:
+            return self._potential(nearest, 4 - nearest) + self._law(4 - nearest, nearest)
+        return self._potential(*_with_sides(nearest, side))
+
+    def slopes(self, nearest: Tensor, side: Tensor) -> Tensor:
+        """The derivative of `of_pairs` in `nearest`."""
+        if self.half_space:
+            return self._slope(nearest, 4 - nearest) - self._slope(4 - nearest, nearest)
+        # The squared chord to the nearer one runs against the distance where that is the antipode.
+        return self._slope(*_with_sides(nearest, side)) * side
+
+    def reduced(self, total: Tensor, lacking: Tensor) -> Tensor:
+        """The energy of points [...], given the sum of `of_pairs` over ordered pairs of different points."""
+        if self.half_space:
+            total = 2 * (total + self._of_antipodes(lacking.to(total.dtype)))
+        return total if self.reduction == "sum" else total / self._num_ordered_pairs(lacking.shape[-1])
+
+    def chained(self, points: Tensor, unit: Tensor, lacking: Tensor, force: Tensor, of_others: Tensor | None) -> Tensor:
+        """The gradient in the points, given `pull` of the slopes and, with norm_eps, each point's sum of slopes."""
+        force = 2 * force
+        force = force - (force * unit).sum(dim=-1, keepdim=True) * unit
+        if of_others is not None:
             if self.half_space:
                 short = 2 * lacking
-                of_lacking = of_lacking - 2 * self._slope(4 - short, short)
-            force = force - 2 * (lacking * of_lacking).unsqueeze(-1) * unit
+                of_others = of_others - 2 * self._slope(4 - short, short)
+            force = force - 2 * (lacking * of_others).unsqueeze(-1) * unit
         factor = 2.0 if self.half_space else 1.0
         if self.reduction == "mean":
             factor /= self._num_ordered_pairs(points.shape[-2])
@@ -155,6 +171,13 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, points: Tensor, energy: Energy, dtype: torch.dtype) -> Tensor:
+        if is_streamed(points.shape):
+            value: Tensor
+            value, gradient = _streamed(points, *astuple(energy), dtype, ctx.needs_input_grad[0])
+            if ctx.needs_input_grad[0]:
+                ctx.energy, ctx.dtype = energy, dtype
+                ctx.save_for_backward(points, gradient)
+            return value
         unit, lacking = sphere(points, energy.norm_eps)
         found = pairs(unit, lacking, dtype)
         if ctx.needs_input_grad[0]:
@@ -171,7 +194,29 @@ class _WithGradient(torch.autograd.Function):
         return grad.unsqueeze(-1).unsqueeze(-1) * gradient, None, None
 
 
-def _checked(points: Tensor) -> Tensor:
+@torch.library.custom_op("comhe::streamed", mutates_args=())
+def _streamed(
+    points: Tensor,
+    s: float,
+    half_space: bool,
+    distance: str,
+    reduction: str,
+    norm_eps: float,
+    dtype: torch.dtype,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    energy = Energy(s, half_space, distance, reduction, norm_eps)  # type: ignore[arg-type]
+    return stream(points, energy, dtype, with_gradient)
+
+
+@_streamed.register_fake
+def _(points: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    *_, dtype, with_gradient = settings
+    value = points.new_empty(points.shape[:-2], dtype=dtype)
+    return value, points.new_empty(points.shape if with_gradient else (0,))
+
+
+def checked(points: Tensor) -> Tensor:
     if points.ndim < 2 or points.shape[-1] == 0 or not points.is_floating_point():
         raise ValueError(
             f"points of shape {tuple(points.shape)} and type {points.dtype}: give real floating-point [..., N, D]"
@@ -179,10 +224,10 @@ def _checked(points: Tensor) -> Tensor:
     return lift(points)
 
 
-def _with_sides(found: Pairs) -> tuple[Tensor, Tensor]:
+def _with_sides(nearest: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
     """Squared chords to the partner and to its antipode."""
-    rest, same_side = 4 - found.nearest, found.side > 0
-    return torch.where(same_side, found.nearest, rest), torch.where(same_side, rest, found.nearest)
+    rest, same_side = 4 - nearest, side > 0
+    return torch.where(same_side, nearest, rest), torch.where(same_side, rest, nearest)
 
 
 def _without_self(each: Tensor) -> Tensor:

@@ -118,13 +118,62 @@ def _chords(unit: Tensor) -> tuple[Tensor, Tensor]:
 
 def _exact_chords(unit: Tensor) -> tuple[Tensor, Tensor]:
     """The same for results in the type of `unit`: head @ head' rounds nothing away, and what it lacks is small."""
-    digits = _HEAD_DIGITS[unit.dtype]
-    head = torch.round(unit * 2.0**digits) / 2.0**digits
-    rest = unit - head
+    head, rest = _split(unit)
     exact = _multiply(head, head.mT, unit.dtype)
     lacking = _multiply(unit - rest / 2, rest.mT, unit.dtype)  # u u' = exact + lacking + lacking'
     side = _sides(exact)
     return _squares(exact, side) + 2 * _squares(lacking, side), side
+
+
+def between(u: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
+    """Squared chords from unit rows [n, D] to the nearer of +- each of [m, D], sides, and whether a pair is close.
+
+    For a part of a larger matrix of pairs: as in `pairs`, but for zero rows, and without a derivative.
+    """
+    cosine = _multiply(u, v.mT, dtype)
+    close = u.is_cuda or bool(torch.linalg.vector_norm(cosine, torch.inf) > CLOSE_COSINE)
+    if not close:
+        side = _sides(cosine)
+        return _rectangle(cosine, side, *(_norms(rows.to(dtype)) for rows in (u, v))), side, close
+    if dtype == u.dtype:
+        (head, rest), (other_head, other_rest) = _split(u), _split(v)
+        exact = _multiply(head, other_head.mT, dtype)
+        lacking = _multiply(head, other_rest.mT, dtype) + _multiply(rest, v.mT, dtype)
+        side = _sides(exact)
+        square = _rectangle(exact, side, _norms(head), _norms(other_head)) + _rectangle(
+            lacking, side, _lacking_norms(head, rest, u), _lacking_norms(other_head, other_rest, v)
+        )
+        digits = _HEAD_DIGITS[u.dtype]
+    else:
+        cosine = _multiply(u, v.mT, u.dtype)
+        side, digits = _sides(cosine), 0
+        square = _rectangle(cosine, side, _norms(u), _norms(v))
+    return _without_noise(square, u, digits).to(dtype), side, close
+
+
+def _split(unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Leading digits, whose products are exact, and the rest."""
+    scale = 2.0 ** _HEAD_DIGITS[unit.dtype]
+    head = torch.round(unit * scale) / scale
+    return head, unit - head
+
+
+def _without_noise(square: Tensor, unit: Tensor, digits: int) -> Tensor:
+    """What rounding leaves of a distance of zero is none: the slope there is huge, its direction would be noise."""
+    noise = 2 * torch.finfo(unit.dtype).eps * unit.shape[-1] ** 0.5 * 2.0**-digits
+    return torch.where(square <= noise, 0.0, square)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return (rows * rows).sum(dim=-1)
+
+
+def _lacking_norms(head: Tensor, rest: Tensor, rows: Tensor) -> Tensor:
+    return (head * rest).sum(dim=-1) + (rest * rows).sum(dim=-1)
+
+
+def _rectangle(products: Tensor, side: Tensor, norms: Tensor, others: Tensor) -> Tensor:
+    return norms.unsqueeze(-1) + others.unsqueeze(-2) - 2 * side * products
 
 
 @torch.library.custom_op("comhe::nearest", mutates_args=())
@@ -139,10 +188,8 @@ def _nearest(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
             side = _sides(cosine)
             return _squares(cosine, side), side, close
     square, side = _exact_chords(unit) if dtype == unit.dtype else _chords(unit)
-    # What rounding leaves of a distance of zero is none: the slope there is huge, and its direction would be noise.
     digits = _HEAD_DIGITS[unit.dtype] if dtype == unit.dtype else 0
-    noise = 2 * torch.finfo(unit.dtype).eps * unit.shape[-1] ** 0.5 * 2.0**-digits
-    return torch.where(square <= noise, 0.0, square).to(dtype), side, close
+    return _without_noise(square, unit, digits).to(dtype), side, close
 
 
 @_nearest.register_fake
