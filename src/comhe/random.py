@@ -25,17 +25,19 @@ _ROUNDS = 10
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """Four words of 32 bits, held in int64, for each counter of four such words."""
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3 = (word.clone() for word in counter)
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The low half is that of the full product, the high half lacks the word itself.
+        # The low half is that of the full product, the high half lacks the word itself. In place: half the time is
+        # that of memory.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) + c2) ^ c1 ^ k0,
-            p1 & _MASK,
-            ((p0 >> 32) + c0) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
+        c2 += p1 >> 32
+        c2 ^= c1
+        c2 ^= k0
+        c0 += p0 >> 32
+        c0 ^= c3
+        c0 ^= k1
+        c0, c1, c2, c3 = c2, p1.bitwise_and_(_MASK), c0, p0.bitwise_and_(_MASK)
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
@@ -65,17 +67,19 @@ class Stream:
 
     def words(self, count: int) -> Tensor:
         """`count` words of 32 bits as int64, in the order of the counter."""
-        return self._blocks(count).reshape(-1)[:count]
+        return torch.stack(self._blocks(count), dim=-1).view(-1)[:count]
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normals in float32 by Box and Muller, two from each pair of words."""
         count = math.prod(shape)
-        first, second = self._blocks(count).view(-1, 2).unbind(-1)
-        # Half a step keeps the logarithm's argument above zero: the largest normal is sqrt(2 log 2^33) = 6.76.
-        radius = torch.sqrt(-2.0 * torch.log((first.float() + 0.5) * 2.0**-32))
-        angle = second.float() * (2.0 * math.pi * 2.0**-32)
-        pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
-        return pairs.view(-1)[:count].view(shape)
+        words = self._blocks(count)
+        normals = []
+        for first, second in (words[:2], words[2:]):
+            # Half a step keeps the logarithm's argument above zero: the largest normal is sqrt(2 log 2^33) = 6.76.
+            radius = first.float().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+            angle = second.float().mul_(2.0 * math.pi * 2.0**-32)
+            normals += [angle.cos().mul_(radius), angle.sin().mul_(radius)]
+        return torch.stack(normals, dim=-1).view(-1)[:count].view(shape)
 
     def signs(self, *shape: int) -> Tensor:
         """Independent fair signs, +1 or -1, in float32."""
@@ -91,7 +95,8 @@ class Stream:
         """A random order of 0 .. length - 1."""
         return torch.argsort(self.words(length), stable=True)
 
-    def _blocks(self, count: int) -> Tensor:
+    def _blocks(self, count: int) -> tuple[Tensor, ...]:
+        """Of each block of four words the first, second, third and fourth."""
         num_blocks = (count + 3) // 4
         if self._next_block + num_blocks > 2**32:
             raise ValueError(f"{count} numbers from one stream: at most 2**34 fit its counter")
@@ -105,5 +110,4 @@ class Stream:
         else:
             epoch = torch.full_like(index, self._epoch & _MASK)
         fixed = (torch.full_like(index, word) for word in self._name)
-        words = philox((index, epoch, *fixed), self._key)  # type: ignore[arg-type]
-        return torch.stack(words, dim=-1)  # [blocks, 4]
+        return philox((index, epoch, *fixed), self._key)  # type: ignore[arg-type]
