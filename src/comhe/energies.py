@@ -69,6 +69,18 @@ class Energy:
         unit, lacking = sphere(points, self.norm_eps)
         return self._gradient(points, unit, lacking, pairs(unit, lacking, dtype or points.dtype))
 
+    def with_gradient(self, points: Tensor, dtype: torch.dtype, wanted: bool = True) -> tuple[Tensor, Tensor]:
+        """[..., N, D] -> the energies [...] in `dtype` and beside them their gradient, empty where it is not wanted."""
+        if points.shape[-2] < 2:
+            return points.new_zeros(points.shape[:-2], dtype=dtype), torch.zeros_like(points)
+        if is_streamed(points.shape):
+            value, gradient = _streamed(points, *astuple(self), dtype, wanted)
+            return value, gradient
+        unit, lacking = sphere(points, self.norm_eps)
+        found = pairs(unit, lacking, dtype)
+        gradient = self._gradient(points, unit, lacking, found) if wanted else points.new_empty(0)
+        return self._value(found, lacking), gradient
+
     def _value(self, found: Pairs, lacking: Tensor) -> Tensor:
         each = _without_self(self.of_pairs(found.nearest, found.side))
         # Rows are added up in the widest type: of many duplicates the sum may exceed a range that holds the mean.
@@ -103,7 +115,7 @@ class Energy:
         """The energy of points [...], given the sum of `of_pairs` over ordered pairs of different points."""
         if self.half_space:
             total = 2 * (total + self._of_antipodes(lacking.to(total.dtype)))
-        return total if self.reduction == "sum" else total / self._num_ordered_pairs(lacking.shape[-1])
+        return total if self.reduction == "sum" else total / self.num_ordered_pairs(lacking.shape[-1])
 
     def chained(self, points: Tensor, unit: Tensor, lacking: Tensor, force: Tensor, of_others: Tensor | None) -> Tensor:
         """The gradient in the points, given `pull` of the slopes and, with norm_eps, each point's sum of slopes."""
@@ -116,7 +128,7 @@ class Energy:
             force = force - 2 * (lacking * of_others).unsqueeze(-1) * unit
         factor = 2.0 if self.half_space else 1.0
         if self.reduction == "mean":
-            factor /= self._num_ordered_pairs(points.shape[-2])
+            factor /= self.num_ordered_pairs(points.shape[-2])
         return (factor * force * inverse_norms(points, self.norm_eps)).to(points.dtype)
 
     def of_cosine(self, cosine: Tensor) -> Tensor:
@@ -125,7 +137,7 @@ class Energy:
         value = self._potential(near, far)
         return (value + self._potential(far, near)) / 2 if self.half_space else value
 
-    def _num_ordered_pairs(self, count: int) -> int:
+    def num_ordered_pairs(self, count: int) -> int:
         points = 2 * count if self.half_space else count
         return points * (points - 1)
 
@@ -171,19 +183,11 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, points: Tensor, energy: Energy, dtype: torch.dtype) -> Tensor:
-        if is_streamed(points.shape):
-            value: Tensor
-            value, gradient = _streamed(points, *astuple(energy), dtype, ctx.needs_input_grad[0])
-            if ctx.needs_input_grad[0]:
-                ctx.energy, ctx.dtype = energy, dtype
-                ctx.save_for_backward(points, gradient)
-            return value
-        unit, lacking = sphere(points, energy.norm_eps)
-        found = pairs(unit, lacking, dtype)
+        value, gradient = energy.with_gradient(points, dtype, ctx.needs_input_grad[0])
         if ctx.needs_input_grad[0]:
             ctx.energy, ctx.dtype = energy, dtype
-            ctx.save_for_backward(points, energy._gradient(points, unit, lacking, found))
-        return energy._value(found, lacking)
+            ctx.save_for_backward(points, gradient)
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from comhe.bases import Bases, noise
 from comhe.energies import Energy
+from comhe.executor import Network, why_not
 from comhe.explain import Explanation, explain
 from comhe.names import nearest
 from comhe.neurons import Layer, read_all
@@ -103,23 +104,38 @@ class Regularizer(nn.Module):
         device = self._bases.twin.device
         total = torch.zeros((), dtype=torch.float32, device=device)
         heard = [family for family in self.plan.families if not self._silent[family.rule_index]]
-        neurons = read_all(layer for family in heard for layer in family.layers)
+        found = read_all(layer for family in heard for layer in family.layers)
+        network, served = Network(), []
         for index, family in enumerate(self.plan.families):
-            if not self._silent[family.rule_index]:
-                value = self._value(index, family, neurons)
-                weight: Tensor = getattr(self, f"_weight_{family.rule_index}")
+            if self._silent[family.rule_index]:
+                continue
+            weight: Tensor = getattr(self, f"_weight_{family.rule_index}")
+            neurons, basis = self._operands(index, family, found)
+            if torch.compiler.is_compiling() or why_not(family, neurons[0].device):
+                value = self._value(index, family, neurons, basis)
                 total = total + weight.to(device, value.dtype).view(()) * value.to(device)
+            else:
+                network.add(family.rule, neurons, family.projection.maps(basis) or (), self._view_weights[index])
+                served.append(weight)
+        if served:
+            values = network.values()
+            total = total + (torch.cat(served).to(values.device, values.dtype) * values).sum().to(device)
         return total
 
-    def _value(self, index: int, family: Family, found: Mapping[str, Tensor]) -> Tensor:
-        """The energies of the layers that share a basis, added up."""
+    def _operands(self, index: int, family: Family, found: Mapping[str, Tensor]) -> tuple[list[Tensor], Basis]:
+        """The neurons of the layers that share a basis, and that basis."""
         neurons = [self._jittered(layer, lift(found[layer.name])) for layer in family.layers]
         home = neurons[0].device
         with no_autocast(home):
             basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
             together = [n.to(home) for n in neurons]
             rate = self._lr.to(home, neurons[0].dtype).view(())
-            basis = family.projection.refine(basis, together, family.rule.energy, rate)
+            return neurons, family.projection.refine(basis, together, family.rule.energy, rate)
+
+    def _value(self, index: int, family: Family, neurons: Sequence[Tensor], basis: Basis) -> Tensor:
+        """The energies of the layers that share a basis, added up."""
+        home = neurons[0].device
+        with no_autocast(home):
             total = torch.zeros((), dtype=neurons[0].dtype, device=home)
             for layer_neurons, weights in zip(neurons, self._view_weights[index], strict=True):
                 device, dtype = layer_neurons.device, layer_neurons.dtype
