@@ -5,6 +5,7 @@ Pure functions of points; only here do points become directions on their way to 
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from comhe.streaming import is_streamed, stream
 Distance = Literal["chord", "angle"]
 Reduction = Literal["mean", "sum"]
 
+# Pairs computed at a time on the CPU, where sets can be taken apart: their matrices then stay in the cache.
+_MOST_PAIRS = 1 << 20
 # Below this squared distance, or where a pair's slope would exceed the second number or its energy at a distance of
 # zero the third, the energy goes on as its tangent: finite at duplicates, and still falling as they part. A thousand
 # duplicates can be summed.
@@ -73,6 +76,13 @@ class Energy:
         """[..., N, D] -> the energies [...] in `dtype` and beside them their gradient, empty where it is not wanted."""
         if points.shape[-2] < 2:
             return points.new_zeros(points.shape[:-2], dtype=dtype), torch.zeros_like(points)
+        leading, num_points = points.shape[:-2], points.shape[-2]
+        num_sets = max(1, _MOST_PAIRS // (num_points * num_points))
+        if points.device.type == "cpu" and math.prod(leading) > num_sets and not torch.compiler.is_compiling():
+            some = points.reshape(-1, *points.shape[-2:]).split(num_sets)
+            values, gradients = zip(*(self.with_gradient(part, dtype, wanted) for part in some), strict=True)
+            gradient = torch.cat(gradients).view(points.shape) if wanted else gradients[0]
+            return torch.cat(values).view(leading), gradient
         if is_streamed(points.shape):
             value, gradient = _streamed(points, *astuple(self), dtype, wanted)
             return value, gradient
