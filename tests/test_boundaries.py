@@ -75,5 +75,12 @@ def test_the_readme_shows_the_tree_as_it_is():
     assert sorted(listed - files) == [], "files of README.md's tree that are not there"
 
 
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_the_readme_lists_the_programs(folder):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [path for path in map(relative, (ROOT / folder).glob("*.py")) if f"\n{path} " not in readme]
+    assert missing == [], "programs that README.md does not list"
+
+
 def test_the_citation_names_this_version():
     assert f"\nversion: {comhe.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
