@@ -95,7 +95,7 @@ def test_what_is_left_out_is_said_with_the_reason(regularizer):
 
 def test_the_text_is_a_table_with_the_remarks_below(regularizer):
     lines = str(regularizer.explain()).splitlines()
-    assert lines[0].split() == list(Row.__dataclass_fields__)
+    assert lines[0].split() == [name.removeprefix("num_") for name in Row.__dataclass_fields__]
     assert set(lines[1]) == {"-", " "}
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "3"]
     assert lines[5:] == [
