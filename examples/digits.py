@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
+from scipy.special import stdtrit
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -158,6 +159,31 @@ def table(found: list[dict[str, Result]], options: argparse.Namespace) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+def conclusion(found: list[dict[str, Result]]) -> str:
+    """What the columns mean, and what follows from them; differences to the baseline are taken seed by seed."""
+    lines = [
+        f"Mean ± standard deviation over {len(found)} seeds. Hidden energy: half-space energy (s = 2) of the neurons,",
+        "added up over the hidden layers; lower is more evenly spread.",
+    ]
+    for name in METHODS[1:]:
+        lower = sum(each[name].energy < each["baseline"].energy for each in found)
+        apart = [each[name].error - each["baseline"].error for each in found]
+        lines.append(f"{name}: energy below the baseline's in {lower} of {len(found)} seeds; {verdict(apart)}")
+    return "\n".join(lines)
+
+
+def verdict(apart: list[float]) -> str:
+    """Whether these differences in error, one a seed, are more than the spread between seeds would make."""
+    if len(apart) < 2:
+        return "of the error one seed says nothing"
+    mean, standard_error = statistics.mean(apart), statistics.stdev(apart) / math.sqrt(len(apart))
+    if abs(mean) <= stdtrit(len(apart) - 1, 0.975) * standard_error:  # Student's t: few seeds show little
+        word = "within the spread between seeds"
+    else:
+        word = "lower" if mean < 0 else "higher"
+    return f"error {mean:+.2f}, standard error {standard_error:.2f}: {word}"
+
+
 def at_least_one(word: str) -> int:
     number = int(word)
     if number < 1:
@@ -180,4 +206,7 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     options = parse()
     split(options.labels, torch.Generator())  # refuses what cannot be, before two processes start
-    print(table(run_all(options), options))
+    found = run_all(options)
+    print(table(found, options))
+    print()
+    print(conclusion(found))

@@ -58,25 +58,29 @@ def test_the_reader_of_the_tree_sees_nested_folders():
 
 @pytest.mark.parametrize("path", LIBRARY, ids=relative)
 def test_the_library_imports_torch_alone(path):
-    allowed = {"torch", "comhe", *sys.stdlib_module_names}
-    if "kernels" in path.relative_to(SRC / "comhe").parts[:-1]:
-        allowed.add("triton")
-    assert imported_packages(path.read_text()) <= allowed
+    assert imported_packages(path.read_text(encoding="utf-8")) <= {"torch", "comhe", *sys.stdlib_module_names}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_files_are_small_and_named_for_what_they_hold(path):
-    lines = len(path.read_text().splitlines())
+    lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= 300, f"{relative(path)}: {lines} lines, at most 300: perhaps it holds two ideas"
     assert not {path.stem.strip("_"), path.parent.name} & {"utils", "util", "common", "helpers", "misc"}
 
 
 def test_the_readme_shows_the_tree_as_it_is():
     files = {path.relative_to(SRC / "comhe").as_posix() for path in LIBRARY}
-    listed = {name for name in listed_files((ROOT / "README.md").read_text()) if name.endswith(".py")}
+    listed = {name for name in listed_files((ROOT / "README.md").read_text(encoding="utf-8")) if name.endswith(".py")}
     assert sorted(files - listed) == [], "files that README.md's tree lacks"
     assert sorted(listed - files) == [], "files of README.md's tree that are not there"
 
 
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_the_readme_lists_the_programs(folder):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [path for path in map(relative, (ROOT / folder).glob("*.py")) if f"\n{path} " not in readme]
+    assert missing == [], "programs that README.md does not list"
+
+
 def test_the_citation_names_this_version():
-    assert f"\nversion: {comhe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {comhe.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

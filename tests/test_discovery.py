@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations, parametrize
 
 from comhe.discovery import discover, named_modules
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.selection import matches
 
 
@@ -376,9 +376,9 @@ def test_an_unknown_name(name: str) -> None:
 
 
 def test_the_nearest_name() -> None:
-    assert nearest("haed", ["tail", "head"]) == "; did you mean 'head'? Choose one of: head, tail"
-    assert nearest("xyz", ["tail", "head"]) == ". Choose one of: head, tail"
-    assert nearest("xyz", []) == ". Choose one of: (none)"
+    assert did_you_mean("haed", ["tail", "head"]) == "; did you mean 'head'? Choose one of: head, tail"
+    assert did_you_mean("xyz", ["tail", "head"]) == ". Choose one of: head, tail"
+    assert did_you_mean("xyz", []) == ". Choose one of: (none)"
 
 
 def test_lazy_layers() -> None:

@@ -39,8 +39,8 @@ def regularizer(model) -> comhe.Regularizer:
 EXPECTED = [
     {
         "layer": "0",
-        "groups": 1,
-        "neurons": 8,
+        "num_groups": 1,
+        "num_neurons": 8,
         "fan_in": 36,
         "rule": "front",
         "projection": "AnglePreserving(dim=6, advance_every=10)",
@@ -51,8 +51,8 @@ EXPECTED = [
     },
     {
         "layer": "1",
-        "groups": 2,
-        "neurons": 6,
+        "num_groups": 2,
+        "num_neurons": 6,
         "fan_in": 36,
         "rule": "1",
         "projection": "Gaussian(dim=5, num_views=2)",
@@ -63,8 +63,8 @@ EXPECTED = [
     },
     {
         "layer": "3",
-        "groups": 1,
-        "neurons": 20,
+        "num_groups": 1,
+        "num_neurons": 20,
         "fan_in": 48,
         "rule": "2",
         "projection": "Identity()",
@@ -95,7 +95,7 @@ def test_what_is_left_out_is_said_with_the_reason(regularizer):
 
 def test_the_text_is_a_table_with_the_remarks_below(regularizer):
     lines = str(regularizer.explain()).splitlines()
-    assert lines[0].split() == list(Row.__dataclass_fields__)
+    assert lines[0].split() == [name.removeprefix("num_") for name in Row.__dataclass_fields__]
     assert set(lines[1]) == {"-", " "}
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "3"]
     assert lines[5:] == [

@@ -51,7 +51,7 @@ def test_a_rule_that_names_a_raw_parameter_finds_it():
             self.experts, self.head = nn.Parameter(torch.randn(3, 6, 4)), nn.Linear(4, 2)
 
     by_rule = comhe.Regularizer(Raw(), [Rule("experts"), Rule("head")])
-    assert [row.groups for row in by_rule.explain().rows] == [3, 1]
+    assert [row.num_groups for row in by_rule.explain().rows] == [3, 1]
     assert rules_of(comhe.Regularizer(Raw(), Rule("*"))) == {"head": "0"}
     with pytest.raises(ValueError, match="no layer 'expert'; did you mean 'experts'"):
         comhe.Regularizer(Raw(), Rule("expert"))

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from comhe.discovery import Discovery, discover, layer_name, named_modules
 from comhe.methods import Method, find_method
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.neurons import Layer
 from comhe.parametrizations import low_rank, rotate
 from comhe.penalties import PENALTIES
@@ -105,7 +105,7 @@ def _sort_settings(name: str, method: Method, overrides: dict[str, Any]) -> dict
     for key, value in {**method.settings, **overrides}.items():
         place = next((place for place, names in places.items() if key in names), None)
         if place is None:
-            raise TypeError(f"{name!r} takes no {key!r}{nearest(key, set().union(*places.values()))}")
+            raise TypeError(f"{name!r} takes no {key!r}{did_you_mean(key, set().union(*places.values()))}")
         found[place][key] = value
     return found
 

@@ -14,7 +14,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.neurons import Layer, Part, has_fixed_layout, leaves, parts, read_weight
 from comhe.selection import Choice, Selection, Skipped, Unreadable, is_glob, matches
 
@@ -160,7 +160,7 @@ def _find(model: nn.Module, columns: tuple[str, ...], frozen: bool) -> Iterator[
             unfit = f"quantised or integer ({how})"
             yield _Weight(layer_name(prefix, packed), module, packed, [Part(torch.flatten)], identity, unfit)
     for name in missing:
-        raise ValueError(f"columns={name!r}: no layer of that name{nearest(name, names)}")
+        raise ValueError(f"columns={name!r}: no layer of that name{did_you_mean(name, names)}")
 
 
 def _parameters(module: nn.Module) -> list[str]:

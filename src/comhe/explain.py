@@ -19,8 +19,8 @@ from comhe.tables import table
 @dataclass(frozen=True)
 class Row:
     layer: str
-    groups: int
-    neurons: int
+    num_groups: int
+    num_neurons: int
     fan_in: int
     rule: str
     projection: str  # settings other than the default ones
@@ -44,7 +44,8 @@ class Explanation:
 
     def __str__(self) -> str:
         names = [f.name for f in fields(Row)]
-        lines = [table(names, [[getattr(row, name) for name in names] for row in self.rows])]
+        headings = [name.removeprefix("num_") for name in names]
+        lines = [table(headings, [[getattr(row, name) for name in names] for row in self.rows])]
         lines += [f"{word}: {text}" for word, text in self.notes.items()]
         lines += [f"skipped {name}: {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
@@ -71,8 +72,8 @@ def explain(
             rows.append(
                 Row(
                     layer=layer.name,
-                    groups=layer.num_groups,
-                    neurons=layer.num_neurons,
+                    num_groups=layer.num_groups,
+                    num_neurons=layer.num_neurons,
                     fan_in=layer.fan_in,
                     rule=family.label,
                     projection=_brief(rule.projection),

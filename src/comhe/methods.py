@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from comhe.names import nearest
+from comhe.names import did_you_mean
 
 Settings = Mapping[str, Any]
 
@@ -92,5 +92,5 @@ def find_method(name: str) -> Method:
         raise TypeError(f"a method is given by its name, not by {type(name).__name__}; a model comes after it")
     key = ALIASES.get(name, name)
     if key not in METHODS:
-        raise ValueError(f"no method {name!r}{nearest(name, [*METHODS, *ALIASES])}")
+        raise ValueError(f"no method {name!r}{did_you_mean(name, [*METHODS, *ALIASES])}")
     return METHODS[key]

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """The end of an error message: '; did you mean ...? Choose one of ...'."""
     known = sorted(choices)
     folded = {choice.casefold(): choice for choice in known}

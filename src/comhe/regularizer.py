@@ -13,7 +13,7 @@ from comhe.bases import Bases, noise
 from comhe.energies import Energy
 from comhe.executor import Network, why_not
 from comhe.explain import Explanation, explain
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.neurons import Layer, read_all
 from comhe.plan import Family, make_plan
 from comhe.products import lift, no_autocast, widest
@@ -214,7 +214,7 @@ class Regularizer(nn.Module):
         used = {family.rule_index: family.label for family in self.plan.families}
         chosen = {i: n for i, n in used.items() if (n != "classifier" if rule is None else rule in (i, n))}
         if not chosen:
-            raise ValueError(f"no rule {rule!r} with layers{nearest(str(rule), used.values())}")
+            raise ValueError(f"no rule {rule!r} with layers{did_you_mean(str(rule), used.values())}")
         if not math.isfinite(weight):
             raise ValueError(f"weight={weight}: choose a finite number")
         for index, name in chosen.items():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from comhe.discovery import Discovery, layer_name, named_modules, unwrapped
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.neurons import Layer
 
 Classifier = nn.Module | str | Literal[False] | None
@@ -62,7 +62,7 @@ def _find_classifier(model: nn.Module, layers: Sequence[Layer], given: Classifie
     if isinstance(given, str):
         names = frozenset(layer.name for layer in layers if given in (layer.name, layer.weight_name))
         if not names:
-            raise ValueError(f"classifier={given!r} is no layer{nearest(given, [layer.name for layer in layers])}")
+            raise ValueError(f"classifier={given!r} is no layer{did_you_mean(given, [layer.name for layer in layers])}")
         return names, "named"
     if given is not None:
         names = _within(given, layers)

@@ -14,7 +14,7 @@ from torch import Tensor
 from comhe import penalties
 from comhe.bounds import uniform_expectation
 from comhe.energies import Distance, Energy, Reduction
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.projections import Basis, Projection
 from comhe.projections.identity import Identity
 from comhe.selection import Selection
@@ -79,9 +79,9 @@ class Rule:
         if not isinstance(self.projection, Projection):
             raise TypeError(f"projection={self.projection!r}: give a projection, as comhe.projections.Gaussian(dim=30)")
         if isinstance(self.aggregate, str) and self.aggregate not in AGGREGATES:
-            raise ValueError(f"aggregate={self.aggregate!r}{nearest(self.aggregate, AGGREGATES)}")
+            raise ValueError(f"aggregate={self.aggregate!r}{did_you_mean(self.aggregate, AGGREGATES)}")
         if isinstance(self.penalty, str) and self.penalty not in penalties.PENALTIES:
-            raise ValueError(f"penalty={self.penalty!r}{nearest(self.penalty, penalties.PENALTIES)}")
+            raise ValueError(f"penalty={self.penalty!r}{did_you_mean(self.penalty, penalties.PENALTIES)}")
         if not callable(self.weight) and not (isinstance(self.weight, int | float) and math.isfinite(self.weight)):
             raise ValueError(f"weight={self.weight!r}: choose a finite number, or a function of the round")
         if self.relative and self.penalty is not None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.neurons import Layer
 
 Selector = str | type[nn.Module] | nn.Module | Callable[[Layer], bool]
@@ -161,7 +161,7 @@ class Choice:
         for name in sorted((self.asked | (self._unwanted - set(others))) - self._answered):
             if any(known.startswith(f"{name}.") for known in self._known):
                 continue
-            raise ValueError(f"no layer {name!r}{nearest(name, self._known)}")
+            raise ValueError(f"no layer {name!r}{did_you_mean(name, self._known)}")
 
 
 def _is_meant(selector: Selector) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from comhe.energies import energy
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.parametrizations.orthogonal import MAPS, MapName
 from comhe.parametrizations.registration import NeuronParametrization, Report, register
 from comhe.products import lift, product, widest
@@ -83,6 +83,6 @@ def rotate(module: Layer, name: str = "weight", map: MapName = "gram-schmidt") -
     weight is rotated here alone.
     """
     if map not in MAPS:
-        raise ValueError(f"map={map!r} is no orthogonal map{nearest(map, MAPS)}")
+        raise ValueError(f"map={map!r} is no orthogonal map{did_you_mean(map, MAPS)}")
     register(module, name, Rotation(module, name, map))
     return module

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 from typing import Any
 
-from comhe.names import nearest
+from comhe.names import did_you_mean
 from comhe.projections._base import Basis, Layer, Map, Projection
 
 
@@ -33,4 +33,4 @@ def __getattr__(name: str) -> Any:
         return REGISTRY[name]
     if name.startswith("__"):
         raise AttributeError(name)
-    raise AttributeError(f"no projection {name!r}{nearest(name, REGISTRY)}")
+    raise AttributeError(f"no projection {name!r}{did_you_mean(name, REGISTRY)}")
