@@ -156,7 +156,7 @@ def _parametrize(
             if method.parametrization == "rotation":
                 rotate(module, name, **settings)
             elif min(layer.num_neurons, layer.fan_in) > rank and layer.name not in roles.first_convolution:
-                low_rank(module, rank, name, seed, key=layer.name)
+                low_rank(module, rank, name, seed=seed, key=layer.name)
             else:
                 continue
             done.append((module, name, before))

@@ -287,3 +287,11 @@ def test_refused_with_the_layer_unchanged(make, rank, message):
     assert type(layer) is kind
     assert all(layer._parameters[key] is value for key, value in parameters.items())
     assert list(layer.state_dict()) == state
+
+
+def test_where_the_core_is_singular_the_report_says_so() -> None:
+    layer = low_rank(nn.Linear(9, 6), 2)
+    with torch.no_grad():
+        layer.parametrizations.weight.original1.zero_()
+    assert report(layer)[0].condition == torch.inf
+    assert not torch.isfinite(layer.weight).all()

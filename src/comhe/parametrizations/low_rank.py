@@ -76,7 +76,8 @@ class LowRank(NeuronParametrization):
         wide = widest(y1.device)
         core = product(self.p1.to(wide), y2)  # [r, r]
         with torch.autocast(core.device.type, enabled=False):
-            coefficients = torch.linalg.solve(core, y1.to(wide))  # [r, N]
+            # Unchecked, as a check would make the host wait: where P1 Y2 is singular the weight is not finite.
+            coefficients = torch.linalg.solve_ex(core, y1.to(wide), check_errors=False).result  # [r, N]
         return self.weight(product(coefficients.mT.to(lift(y1).dtype), y2.mT).to(y1.dtype))
 
     def factors(self, *originals: Tensor) -> dict[str, Tensor]:
@@ -88,8 +89,8 @@ class LowRank(NeuronParametrization):
         """The condition number of P1 Y2, infinite where it is singular."""
         _, y2 = originals
         wide = widest(y2.device)
-        condition: Tensor = torch.linalg.cond(product(self.p1.to(wide), y2.to(wide)))
-        return condition
+        values = torch.linalg.svdvals(product(self.p1.to(wide), y2.to(wide)))
+        return torch.where(values[-1] > 0, values[0] / values[-1], torch.inf)
 
     def measure(self, layer: str, *originals: Tensor) -> LowRankReport:
         """The rank and the condition of P1 Y2."""
@@ -99,7 +100,7 @@ class LowRank(NeuronParametrization):
         return f"rank={self.rank}, neurons={self.num_neurons}, fan_in={self.fan_in}"
 
 
-def low_rank(module: Layer, rank: int, name: str = "weight", seed: int = 0, *, key: str | None = None) -> Layer:
+def low_rank(module: Layer, rank: int, name: str = "weight", *, seed: int = 0, key: str | None = None) -> Layer:
     """Replace a layer's weight by its low-rank form with rank (D + N) learned numbers in place of D N.
 
     `module` is changed in place and returned; call this before the optimizer is built. P1 and P2 are fixed by
