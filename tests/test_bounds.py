@@ -134,7 +134,7 @@ def test_infinite_where_random_pairs_come_too_close(dim, s, distance):
 
 def test_a_single_point_has_energy_0_and_so_has_what_it_is_compared_to():
     assert uniform_expectation(9, half_space=True, num_points=1) == 0
-    assert lower_bound(1, 9) == lower_bound(1, 9, 2.0, True) == mean_energy(normal(1, 9)) == 0
+    assert lower_bound(1, 9) == lower_bound(1, 9, 2.0, half_space=True) == mean_energy(normal(1, 9)) == 0
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_lines_at_equal_angles_attain_the_half_space_bound(num_points, dim, s, d
         golden = (1 + math.sqrt(5)) / 2
         flat = torch.tensor([[0, 1, golden], [0, -1, golden]], dtype=torch.float64)
         lines = torch.cat([flat, flat.roll(1, 1), flat.roll(2, 1)])  # the diagonals of the icosahedron
-    bound = lower_bound(num_points, dim, s, True, distance)
+    bound = lower_bound(num_points, dim, s, half_space=True, distance=distance)
     assert bound == pytest.approx(mean_energy(lines, s, True, distance), rel=1e-12, abs=1e-14)
 
 
@@ -197,7 +197,7 @@ def test_lines_at_equal_angles_attain_the_half_space_bound(num_points, dim, s, d
 def test_random_points_are_never_below(s, half_space, distance):
     for num_points in (2, 3, 5, 8, 9, 17, 40):
         for dim in (2, 3, 4, 8, 20):
-            bound = lower_bound(num_points, dim, s, half_space, distance)
+            bound = lower_bound(num_points, dim, s, half_space=half_space, distance=distance)
             sets = normal(20, num_points, dim, seed=dim)
             energies = comhe.energy(sets, s, half_space=half_space, distance=distance)
             assert bound <= energies.min().item() + 1e-12
@@ -210,7 +210,7 @@ def test_random_points_are_never_below(s, half_space, distance):
 @pytest.mark.parametrize("s", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize(("num_points", "dim"), [(4, 3), (5, 3), (7, 4), (13, 6)])
 def test_optimised_points_are_never_below(num_points, dim, s, half_space, distance):
-    bound = lower_bound(num_points, dim, s, half_space, distance)
+    bound = lower_bound(num_points, dim, s, half_space=half_space, distance=distance)
     assert bound <= optimised(num_points, dim, s, half_space, distance) + 1e-12
 
 
@@ -267,4 +267,4 @@ def test_the_bound_knows_the_dimension(s):
 def test_in_one_dimension_duplicates_cannot_be_avoided():
     assert lower_bound(2, 1) == 0.25
     assert lower_bound(3, 1) == math.inf
-    assert lower_bound(2, 1, 2.0, True) == math.inf
+    assert lower_bound(2, 1, 2.0, half_space=True) == math.inf

@@ -48,7 +48,7 @@ def uniform_expectation(
 
 
 def lower_bound(
-    num_points: int, dim: int, s: float = 2.0, half_space: bool = False, distance: Distance = "chord"
+    num_points: int, dim: int, s: float = 2.0, *, half_space: bool = False, distance: Distance = "chord"
 ) -> float:
     """A value below which the mean energy of N = `num_points` directions in R^dim, D = `dim`, cannot fall.
 

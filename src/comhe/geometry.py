@@ -58,7 +58,7 @@ def measure(neurons: Tensor, energy: Energy, limit: float) -> Geometry:
     distance = energy.distance
     expected = uniform_expectation(dim, energy.s, half_space=half_space, distance=distance, num_points=count)
     # Zero neurons, orthogonal to all, are as neurons in dimensions of their own.
-    bound = lower_bound(count, dim + int((lacking > 0).sum()), energy.s, half_space, distance)
+    bound = lower_bound(count, dim + int((lacking > 0).sum()), energy.s, half_space=half_space, distance=distance)
     return Geometry(mean, expected, bound, float(least), int(num_close))
 
 

@@ -1,8 +1,8 @@
 """The baselines: penalties on neurons [..., N, D] -> [...], called as an energy is, one formula a docstring.
 
-Every public function here is a penalty and its name is its method's. float64 is computed and returned in
-float64, every lower precision in float32. W holds a neuron a row: what publications write W'W, over neurons,
-is WW' here.
+Every public function here is a penalty and its name is its method's. float64 is computed and returned in float64,
+every lower precision in the device's widest type and returned in float32. W holds a neuron a row: what publications
+write W'W, over neurons, is WW' here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comhe.pairs import sphere
-from comhe.products import lift, product
+from comhe.products import lift, product, widest
 from comhe.random import Stream
 
 SripBody = Literal["paper", "wide-resnet", "svhn"]
@@ -25,7 +25,7 @@ SripBody = Literal["paper", "wide-resnet", "svhn"]
 _PAIR_ELEMENTS = 1 << 24  # cosines held at a time while nearest neighbours are looked for
 
 
-def orthogonal(neurons: Tensor, local: bool = False, sharpness: float = 10.0) -> Tensor:
+def orthogonal(neurons: Tensor, *, local: bool = False, sharpness: float = 10.0) -> Tensor:
     """Decorrelation of directions, OrthoReg (Rodriguez et al., ICLR 2017), [..., N, D] -> [...].
 
     With c_ij = cos(w_i, w_j) and both sums over ordered pairs i != j, as published,
@@ -38,18 +38,18 @@ def orthogonal(neurons: Tensor, local: bool = False, sharpness: float = 10.0) ->
     counts a pair once: half the gradient of this sum.
 
     Independent of every neuron's scale. A zero neuron is orthogonal to all with gradient zero; one neuron
-    gives 0. N^2 numbers are held, in the global form D^2 where N > 2D.
+    gives 0. N^2 numbers are held, in the global form D^2 where N > 2D; there the sum loses digits where nearly
+    all neurons are zero.
     """
     dtype = lift(neurons).dtype
     unit, lacking = sphere(lift(neurons))
-    unit = unit.to(dtype)
     if not local and unit.shape[-2] > 2 * unit.shape[-1]:
         # |UU'| = |U'U|, at least N^2 / D: the diagonal taken off is less than half of it, nothing cancels.
-        num_alive = (1 - lacking).sum(dim=-1).to(dtype)
-        return (product(unit.mT, unit).square().sum(dim=(-2, -1)) - num_alive) / 2
+        num_alive = (1 - lacking).sum(dim=-1)
+        return ((product(unit.mT, unit).square().sum(dim=(-2, -1)) - num_alive) / 2).to(dtype)
     cosine = product(unit, unit.mT)
     of_pair = 2 * F.softplus(sharpness * (cosine - 1)) if local else cosine.square()
-    return of_pair.triu(1).sum(dim=(-2, -1))
+    return of_pair.triu(1).sum(dim=(-2, -1)).to(dtype)
 
 
 def orthonormal(neurons: Tensor) -> Tensor:
@@ -62,20 +62,21 @@ def orthonormal(neurons: Tensor) -> Tensor:
     where the norm has no slope. With N > D it is computed as ||WW' - I||^2 = ||W'W - I||^2 + N - D: it holds
     min(N, D)^2 numbers.
     """
-    weights = lift(neurons)
+    weights = _widened(neurons)
     num_neurons, fan_in = weights.shape[-2:]
     excess = max(0, num_neurons - fan_in)
     gram = product(weights.mT, weights) if excess else product(weights, weights.mT)
     distance = _norm(gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), (-2, -1))
-    return torch.hypot(distance, torch.full_like(distance, math.sqrt(excess))) if excess else distance
+    whole = torch.hypot(distance, torch.full_like(distance, math.sqrt(excess))) if excess else distance
+    return whole.to(lift(neurons).dtype)
 
 
 def srip(
     neurons: Tensor,
+    *,
     body: SripBody = "paper",
     num_iterations: int = 2,
     start: Tensor | None = None,
-    seed: int = 0,
 ) -> Tensor:
     """Spectral norm of W'W - I by power iteration, SRIP (Bansal et al., NeurIPS 2018), [..., N, D] -> [...].
 
@@ -96,16 +97,16 @@ def srip(
     than its rank, A has the eigenvalue -1: with N < D, as in most convolutions, "svhn" stays at 1 for
     orthonormal neurons while the other two vanish.
 
-    The publications draw v at every call, uniform in [0, 1) or, "svhn", normal. Here it is normal, a
-    function of `seed` alone and the same for every leading index, unless `start` gives one, as long as the
-    Gram matrix is wide. Depends on scale. Where Av is zero, so are sigma and its gradient. O(N D) memory: A
+    The publications draw v at every call, uniform in [0, 1) or, "svhn", normal. Here it is normal and always
+    the same, also for every leading index, unless `start` gives one, as long as the Gram matrix is wide.
+    Depends on scale. Where Av is zero, so are sigma and its gradient. O(N D) memory: A
     is never formed.
     """
     if body not in get_args(SripBody):
         raise ValueError(f"body={body!r}: choose one of {', '.join(map(repr, get_args(SripBody)))}")
     if num_iterations < 1:
         raise ValueError(f"num_iterations={num_iterations}: choose at least 1")
-    weights = lift(neurons)
+    weights = _widened(neurons)
     num_neurons, fan_in = weights.shape[-2:]
     if body == "svhn" or (body == "wide-resnet" and num_neurons > fan_in):
         first, second = weights, weights.mT
@@ -113,7 +114,7 @@ def srip(
         first, second = weights.mT, weights
     size = first.shape[-1]
     if start is None:
-        start = Stream(seed, "srip", 0, weights.device).normal(size)
+        start = _start(size, weights.device)
     elif start.shape != (size,):
         raise ValueError(f"start of shape {tuple(start.shape)}: give a vector of {size} numbers")
     vector = start.to(weights).unsqueeze(-1)  # [size, 1], then [..., size, 1]
@@ -123,7 +124,13 @@ def srip(
         vector = vector / torch.where(sigma > 0, sigma, 1.0)[..., None, None]
         vector = product(second, product(first, vector)) - vector
         sigma = _norm(vector, (-2, -1))
-    return sigma if body == "paper" else sigma.square()
+    return (sigma if body == "paper" else sigma.square()).to(lift(neurons).dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _start(size: int, device: torch.device) -> Tensor:
+    """The start of power iterations, a constant to the compiler: inlined, its integers take minutes to compile."""
+    return Stream(0, "srip", 0, device).normal(size)
 
 
 def mma(neurons: Tensor) -> Tensor:
@@ -161,6 +168,11 @@ def _nearest(unit: Tensor) -> Tensor:
         cosine = product(unit[..., rows, :], unit.mT)
         found.append(torch.where(rows.unsqueeze(-1) == column, -2.0, cosine).argmax(dim=-1))
     return torch.cat(found, dim=-1)
+
+
+def _widened(neurons: Tensor) -> Tensor:
+    """In the widest type: what is left of a Gram matrix less I, near orthonormal neurons, is its last digits."""
+    return neurons.to(widest(neurons.device))
 
 
 def _root(square: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ def view_weights(rule: Rule, neurons: Tensor, basis: Basis) -> list[float]:
     shares = rule.projection.shares(basis)
     if not rule.relative:
         return list(shares)
+    # So that every layer is at 1 by chance: views that add up are averaged, and so are sets that would be added.
+    num_sets = math.prod(neurons.shape[:-2]) if rule.reduction == "sum" else 1
     weights = []
     for share, view in zip(shares, rule.projection.views(neurons, basis), strict=True):
         count, dim = view.shape[-2:]
@@ -150,5 +152,5 @@ def view_weights(rule: Rule, neurons: Tensor, basis: Basis) -> list[float]:
             )
         points = 2 * count if rule.half_space else count
         pairs = points * (points - 1) if rule.reduction == "sum" else 1
-        weights.append(share / (expected * pairs))
+        weights.append(share / (sum(shares) * expected * pairs * num_sets))
     return weights

@@ -63,15 +63,18 @@ def test_the_formula_by_inverse_in_float64(kind):
 
 
 @every_layer
-def test_starts_from_the_projections_of_the_weight(kind):
+def test_starts_from_the_projections_of_the_best_approximation_of_the_weight(kind):
     layer = LAYERS[kind][0]().double()
     w = columns(layer, kind).detach().clone()
     low_rank(layer, 3)
     p1, y1, y2 = parts(layer)
-    torch.testing.assert_close(y1.detach(), p1 @ w, rtol=0, atol=1e-12)
+    left, values, right = torch.linalg.svd(w, full_matrices=False)
+    best = left[:, :3] * values[:3] @ right[:3]
+    torch.testing.assert_close(y1.detach(), p1 @ best, rtol=0, atol=1e-12)
     # Y2 = W P2 lies in the span of W's columns.
-    coordinates = torch.linalg.lstsq(w, y2.detach(), driver="gelsd").solution
-    torch.testing.assert_close(w @ coordinates, y2.detach(), rtol=0, atol=1e-10)
+    coordinates = torch.linalg.lstsq(best, y2.detach(), driver="gelsd").solution
+    torch.testing.assert_close(best @ coordinates, y2.detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(columns(layer, kind).detach(), best, rtol=0, atol=1e-8)
 
 
 @every_layer
@@ -299,3 +302,11 @@ def test_a_regularizer_of_factors_that_are_merged_says_so():
     for use in (regularizer, regularizer.energies):
         with pytest.raises(RuntimeError, match=r"0\.y1 is merged into its weight: build the regularizer again"):
             use()
+
+
+def test_where_the_core_is_singular_the_report_says_so() -> None:
+    layer = low_rank(nn.Linear(9, 6), 2)
+    with torch.no_grad():
+        layer.parametrizations.weight.original1.zero_()
+    assert report(layer)[0].condition == torch.inf
+    assert not torch.isfinite(layer.weight).all()

@@ -20,14 +20,15 @@ def by_loop(weight: torch.Tensor, groups: list[list[int]], half_space: bool = Tr
 
 
 def runs(num_channels: int, size: int) -> list[list[int]]:
-    return [list(range(first, min(first + size, num_channels))) for first in range(0, num_channels, size)]
+    last = (max(1, num_channels // size) - 1) * size
+    return [list(range(first, first + size)) for first in range(0, last, size)] + [list(range(last, num_channels))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("half_space", [False, True])
 @pytest.mark.parametrize(("num_channels", "size"), [(16, 8), (24, 8), (11, 4), (9, 3), (5, 8)])
 def test_equals_the_loop_for_a_convolution(num_channels: int, size: int, half_space: bool, dtype: torch.dtype) -> None:
-    """Nine weights a channel; what remains of the channels is a group, and counts as one."""
+    """Nine weights a channel; what remains of the channels is in the last group."""
     torch.manual_seed(0)
     model = nn.Conv2d(num_channels, 6, 3, bias=False).to(dtype)
     reg = comhe.Regularizer(model, Group(size), half_space=half_space)
@@ -46,6 +47,19 @@ def test_equals_the_loop_for_other_layers() -> None:
     grouped = nn.Conv2d(24, 8, 3, groups=2, bias=False).double()
     each = [by_loop(part, runs(12, 8)) for part in grouped.weight.split(4)]
     assert loops.agrees(comhe.Regularizer(grouped, Group(8))(), statistics.fmean(each))
+
+
+@pytest.mark.parametrize("fan_in", [24, 25, 26, 27, 31, 131])
+def test_what_remains_does_not_explode(fan_in: int) -> None:
+    """In one or two dimensions 64 points have no room: by themselves they would be the whole energy."""
+    torch.manual_seed(0)
+    layer = nn.Linear(fan_in, 64)
+    value = comhe.Regularizer(layer, Group(8))()
+    value.backward()
+    assert value < 1
+    # The last group has its share of the gradient and no more.
+    sizes = torch.stack([layer.weight.grad[:, run].norm() for run in runs(fan_in, 8)])
+    assert sizes[-1] < 5 * sizes[:-1].mean()
 
 
 def test_default_is_eight_channels() -> None:

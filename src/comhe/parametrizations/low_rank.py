@@ -30,7 +30,7 @@ class LowRankReport(Report):
 class LowRank(NeuronParametrization):
     """The weight of rank r from y1 [r, N] and y2 [D, r], with p1 [r, D] a fixed Gaussian matrix.
 
-    Assigning to the layer's weight starts again from Y1 = P1 W and Y2 = W P2, with the same P1 and P2.
+    Assigning to the layer's weight starts again, with the same P1 and P2.
     """
 
     p1: Tensor
@@ -51,20 +51,23 @@ class LowRank(NeuronParametrization):
         self.register_buffer("p1", p1.to(weight.dtype))
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Y1 = P1 W and Y2 = W P2: exact where W has rank r, a rough approximation above."""
+        """Y1 = P1 W and Y2 = W P2 of the weight's best approximation of rank r, which they reproduce.
+
+        Of a weight of full rank they would give an oblique projection, up to a thousand times as large as the weight.
+        """
         neurons = self.rows(weight)  # W' [N, D]
         p2 = Stream(self.seed, f"{self.key} right", 0, weight.device).normal(self.num_neurons, self.rank)
-        wide = widest(weight.device)
-        y1 = product(self.p1.to(wide), neurons.mT)
-        y2 = product(neurons.mT, p2 / self.num_neurons**0.5)
-        # P1 is Gaussian: where the weight's rank is below r, Y1 has the same, and far fewer entries.
+        left, values, right = torch.linalg.svd(neurons.mT.to(widest(weight.device)), full_matrices=False)
         # What rounding adds to a weight of lower rank stays below this tolerance.
-        found = int(torch.linalg.matrix_rank(y1, rtol=8 * torch.finfo(lift(weight).dtype).eps))
+        found = int((values > 8 * torch.finfo(lift(weight).dtype).eps * values[0]).sum())
         if found < self.rank:
             raise ValueError(
                 f"{self.label}: rank={self.rank} is above the weight's own rank {found}; choose a lower "
                 "rank or initialise the weight first"
             )
+        left, right = left[:, : self.rank] * values[: self.rank], right[: self.rank]
+        y1 = product(product(self.p1, left), right)
+        y2 = product(left, product(right, p2 / self.num_neurons**0.5))
         return y1.to(self.p1.dtype), y2.to(self.p1.dtype)
 
     def forward(self, y1: Tensor, y2: Tensor) -> Tensor:
@@ -76,7 +79,8 @@ class LowRank(NeuronParametrization):
         wide = widest(y1.device)
         core = product(self.p1.to(wide), y2)  # [r, r]
         with torch.autocast(core.device.type, enabled=False):
-            coefficients = torch.linalg.solve(core, y1.to(wide))  # [r, N]
+            # Unchecked, as a check would make the host wait: where P1 Y2 is singular the weight is not finite.
+            coefficients = torch.linalg.solve_ex(core, y1.to(wide), check_errors=False).result  # [r, N]
         return self.weight(product(coefficients.mT.to(lift(y1).dtype), y2.mT).to(y1.dtype))
 
     def factors(self, *originals: Tensor) -> dict[str, Tensor]:
@@ -88,8 +92,8 @@ class LowRank(NeuronParametrization):
         """The condition number of P1 Y2, infinite where it is singular."""
         _, y2 = originals
         wide = widest(y2.device)
-        condition: Tensor = torch.linalg.cond(product(self.p1.to(wide), y2.to(wide)))
-        return condition
+        values = torch.linalg.svdvals(product(self.p1.to(wide), y2.to(wide)))
+        return torch.where(values[-1] > 0, values[0] / values[-1], torch.inf)
 
     def measure(self, layer: str, *originals: Tensor) -> LowRankReport:
         """The rank and the condition of P1 Y2."""
@@ -99,13 +103,12 @@ class LowRank(NeuronParametrization):
         return f"rank={self.rank}, neurons={self.num_neurons}, fan_in={self.fan_in}"
 
 
-def low_rank(module: Layer, rank: int, name: str = "weight", seed: int = 0, *, key: str | None = None) -> Layer:
+def low_rank(module: Layer, rank: int, name: str = "weight", *, seed: int = 0, key: str | None = None) -> Layer:
     """Replace a layer's weight by its low-rank form with rank (D + N) learned numbers in place of D N.
 
     `module` is changed in place and returned; call this before the optimizer is built. P1 and P2 are fixed by
-    the seed and `key` (the weight's shape unless given, so layers of one shape share them). The start is
-    exact for a weight of rank `rank`; above it the start is the paper's random one and can be several times
-    as large as the weight: good to train from, not to compress with. `report` gives the condition of P1 Y2.
+    the seed and `key` (the weight's shape unless given, so layers of one shape share them). The start is the best
+    approximation of the weight of that rank. `report` gives the condition of P1 Y2.
     Rows are neurons as in `rotate`; tied and frozen weights are treated as there.
     """
     register(module, name, LowRank(module, name, rank, seed, key))

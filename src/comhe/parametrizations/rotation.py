@@ -71,7 +71,7 @@ class Rotation(NeuronParametrization):
         return f"map={self.map!r}, neurons={self.num_neurons}, fan_in={self.fan_in}"
 
 
-def rotate(module: Layer, name: str = "weight", map: MapName = "gram-schmidt") -> Layer:
+def rotate(module: Layer, name: str = "weight", *, map: MapName = "gram-schmidt") -> Layer:
     """Train a layer by rotating its neurons, the rows of its weight: they are fixed, a matrix X is learned.
 
     `module` is changed in place and returned; call this before the optimizer is built. The layer starts at

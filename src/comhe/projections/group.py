@@ -13,8 +13,8 @@ from comhe.random import Stream
 class Group(Projection):
     """Group CoMHE: P_c keeps the weights of one group of input channels, runs of `channels` by default.
 
-    `stochastic` draws the groups anew each time. A last, smaller group holds what remains of the channels; each group
-    counts alike.
+    `stochastic` draws the groups anew each time. Channels that remain join the last group, as one or two weights by
+    themselves leave no room to part in; each group counts alike.
     """
 
     channels: int = 8
@@ -36,9 +36,11 @@ class Group(Projection):
             stream.permutation(num_channels) if self.stochastic else torch.arange(num_channels, device=stream.device)
         )
         columns = order.unsqueeze(-1) * layer.taps + torch.arange(layer.taps, device=stream.device)
-        whole = num_channels // self.channels * self.channels
-        parts = (columns[:whole].view(-1, self.channels * layer.taps), columns[whole:].view(1, -1))
-        return tuple(part for part in parts if part.numel())
+        others = max(1, num_channels // self.channels) - 1  # groups before the last one
+        if num_channels == (others + 1) * self.channels:
+            return (columns.view(others + 1, -1),)
+        last = columns[others * self.channels :].view(1, -1)
+        return (columns[: others * self.channels].view(others, -1), last) if others else (last,)
 
     def maps(self, basis: Basis) -> tuple[Map, ...]:
         num_groups = sum(len(columns) for columns in basis)
