@@ -102,22 +102,22 @@ class _Run(torch.autograd.Function):
                     gradient = gradient.to(inputs[place].dtype).view(inputs[place].shape)
                     before = gradients[place]
                     gradients[place] = gradient if before is None else before.add_(gradient)
-        ctx.network = network
-        ctx.save_for_backward(*inputs, *gradients)
+        ctx.network, ctx.gradients = network, gradients
+        ctx.save_for_backward(*inputs)
         return values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        network, count = ctx.network, len(ctx.saved_tensors) // 2
-        inputs, gradients = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        if torch.is_grad_enabled():  # a second derivative is wanted, which the saved numbers lack
+        network = ctx.network
+        if torch.is_grad_enabled():  # a second derivative is wanted, which the gradients lack
+            inputs = ctx.saved_tensors
             wanted = [tensor for tensor, needs in zip(inputs, ctx.needs_input_grad[1:], strict=True) if needs]
             found = iter(torch.autograd.grad(network.by_reference(inputs), wanted, grad, create_graph=True))
             return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
         families = {place: view.family for view in network.views for place in (view.neurons, view.left, view.right)}
         return None, *(
             gradient if gradient is None else gradient * grad[families[place]].to(gradient.dtype)
-            for place, gradient in enumerate(gradients)
+            for place, gradient in enumerate(ctx.gradients)
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from comhe.executor import why_not
 from comhe.neurons import Layer
 from comhe.plan import Plan
 from comhe.projections import Basis, Projection
@@ -81,7 +82,7 @@ def explain(
                     basis=f"{family.address} ({drawn}{moves})" if family.has_basis else "none",
                     objective=rule.describe(),
                     weight="schedule" if callable(weight) else f"{weight:g}",
-                    engine="reference: PyTorch operations",
+                    engine=f"reference: {why}" if (why := why_not(family, layer.device)) else "closed forms",
                 )
             )
     if plan.unmatched:
