@@ -39,8 +39,10 @@ def trace(method: str) -> list[float]:
     settings = {"dim": 6} if METHODS[method].projection not in ("Identity", "Group") else {}
     settings |= {"channels": 4} if METHODS[method].projection == "Group" else {}
     settings |= {"rank": 4} if METHODS[method].parametrization == "low-rank" else {}
-    reg = comhe.build(method, model, lr=0.05, **settings)
-    optimizer = torch.optim.SGD([*model.parameters(), *reg.parameters()], lr=0.05, momentum=0.9)
+    settings |= {"step_size": 1.0} if method == "adv-comhe" else {}  # at its default the last digits grow to the first
+    rate = 0.002 if method == "lr-bp-comhe" else 0.05  # likewise
+    reg = comhe.build(method, model, lr=rate, **settings)
+    optimizer = torch.optim.SGD([*model.parameters(), *reg.parameters()], lr=rate, momentum=0.9)
     found = []
     for step in range(30):
         inputs = Stream(0, "inputs", step).normal(8, 2, 4, 4).double()
@@ -50,7 +52,7 @@ def trace(method: str) -> list[float]:
         loss.backward()
         optimizer.step()
         reg.advance()
-        found.append(float(loss))
+        found.append(loss.item())
     return found
 
 
