@@ -155,6 +155,15 @@ def test_default_settings_make_a_projection(cls: type[Projection]) -> None:
         projection.dim = 3
 
 
+@each_class
+def test_all_but_the_first_settings_are_given_by_name(cls: type[Projection]) -> None:
+    """A value in the wrong place would silently be another setting."""
+    positional = [f.name for f in dataclasses.fields(cls) if not f.kw_only]
+    assert positional in (["dim", "num_views"], ["channels"], [])
+    with pytest.raises(TypeError):
+        cls(*[4] * (len(positional) + 1))
+
+
 @each_layer
 @each_variant
 def test_basis_is_a_function_of_seed_key_and_epoch(projection: Projection, layer: FakeLayer) -> None:
@@ -455,6 +464,74 @@ def test_value_gradient_and_steps_are_finite(projection: Projection, edge: Any) 
 @each_base
 def test_value_gradient_and_steps_are_finite_in_double_precision(projection: Projection, edge: Any) -> None:
     check_finite(projection, edge, torch.float64)
+
+
+def with_close_pairs(neurons: Tensor) -> Tensor:
+    """The first neuron has another one 1e-3 from it, the third one 1e-3 from its antipode, both of other lengths."""
+    generator = torch.Generator().manual_seed(8)
+    for index, factor in ((0, 2.0), (2, -3.0)):
+        center = neurons[..., index, :]
+        aside = torch.randn(center.shape, generator=generator, dtype=torch.float64)
+        aside = aside * (center.norm(dim=-1, keepdim=True) / aside.norm(dim=-1, keepdim=True))
+        neurons[..., index + 1, :] = factor * (center + 1e-3 * aside)
+    return neurons
+
+
+def loss_and_gradients(model: nn.Module, projection: Projection) -> list[Tensor]:
+    """Of a regularizer in its third round, in float64.
+
+    Steps are small, as large ones multiply any rounding on their way. Eight dimensions, as in four of them pairs 1e-3
+    apart may come within 1e-4 of each other, where float32 goes on as a straight line.
+    """
+    if getattr(projection, "step_size", None):
+        projection = dataclasses.replace(projection, step_size=SMALL_STEP)
+    if hasattr(projection, "dim"):
+        projection = dataclasses.replace(projection, dim=8)
+    reg = comhe.Regularizer(model, projection, lr=SMALL_STEP)
+    for _ in range(2):
+        reg.advance()
+    value = reg()
+    return [t.detach().double() for t in (value, *torch.autograd.grad(value, list(model.parameters())))]
+
+
+SMALL_STEP = 1e-6
+
+
+def layers_of(neurons: Tensor) -> nn.Module:
+    """A linear layer, or a convolution whose groups are the sets of neurons."""
+    if neurons.ndim == 2:
+        model: nn.Module = nn.Linear(*neurons.shape[::-1], bias=False)
+    else:
+        sets, count, fan_in = neurons.shape
+        model = nn.Conv1d(sets * fan_in // 2, sets * count, 2, groups=sets, bias=False)
+    model.weight = nn.Parameter(neurons.reshape(model.weight.shape))
+    return model
+
+
+@pytest.mark.parametrize("num_sets", [0, 2])
+@each_variant
+def test_close_pairs_keep_their_digits_in_single_precision(projection: Projection, num_sets: int) -> None:
+    """The loss and its gradient, through unrolled steps and moved bases: 1e-5 of those in double precision."""
+    neurons = with_close_pairs(FakeLayer("close", 8, 24, num_sets=num_sets).neurons()).float()
+    value, gradient = loss_and_gradients(layers_of(neurons), projection)
+    expected, of_expected = loss_and_gradients(layers_of(neurons.double()), projection)
+    assert close(value, expected, rtol=1e-5)
+    assert (gradient - of_expected).norm() < 1e-5 * of_expected.norm()
+
+
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])  # about 1e-30 and 1e30, and exact
+@each_variant
+def test_huge_and_tiny_weights_in_single_precision(projection: Projection, factor: float) -> None:
+    """All of them, and where the projection allows it single neurons: the energy stays, the gradient is 1 / factor."""
+    neurons = FakeLayer("scaled", 8, 24).neurons().float()
+    expected, of_expected = loss_and_gradients(layers_of(neurons), projection)
+    factors = [torch.full((8, 1), factor)]
+    if projection.scale_invariance == "neuron":
+        factors.append(torch.tensor([[factor], [1.0]]).repeat(4, 1))
+    for scale in factors if projection.scale_invariance != "none" else []:
+        value, gradient = loss_and_gradients(layers_of(scale * neurons), projection)
+        assert close(value, expected, rtol=1e-5)
+        assert (scale * gradient - of_expected).norm() < 1e-5 * of_expected.norm()
 
 
 @each_base

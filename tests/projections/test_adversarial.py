@@ -115,3 +115,64 @@ def test_unrolled_loss_is_above_that_of_the_drawn_matrix() -> None:
     unrolled = comhe.Regularizer(model, Adversarial())
     assert torch.equal(loops.basis(fixed)[0], loops.basis(unrolled)[0])
     assert unrolled() > fixed()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_several_sets_are_ascended_as_the_rule_adds_them_up(reduction: str) -> None:
+    """P's step is along the derivative of the rule's own value: the mean over groups of a convolution, or their sum."""
+    model = nn.Conv2d(12, 8, 3, groups=2, bias=False).double()
+    projection = Adversarial(5, num_views=2, step_size=0.3)
+    neurons = model.weight.detach().view(2, 4, 54)
+    matrix = torch.randn(2, 5, 54, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    rule = comhe.Rule(projection=projection, reduction=reduction)
+    wide = matrix.clone().requires_grad_()
+    # Over views the rule takes the mean, each of which has a matrix of its own that ascends by itself.
+    total = 2 * rule.value(projection.views(neurons, (wide,))[0], torch.float64)
+    (slope,) = torch.autograd.grad(total, wide)
+    found = projection.gradient(matrix, [neurons], rule.energy)
+    torch.testing.assert_close(-found, slope, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("ascend_full_space", [False, True])
+def test_close_neurons_keep_their_slope_in_float32(ascend_full_space: bool) -> None:
+    """G' W of a pair 1e-3 apart is a difference of two large numbers: in float32 it lost three digits and more."""
+    neurons = loops.linear(8, 11, torch.float32).weight.detach()
+    aside = torch.randn(2, 11, generator=torch.Generator().manual_seed(1))
+    neurons[1] = 2 * neurons[0] + 1e-3 * neurons[0].norm() * aside[0]
+    neurons[3] = -3 * neurons[2] + 1e-3 * neurons[2].norm() * aside[1]
+    matrix = torch.randn(1, 5, 11, generator=torch.Generator().manual_seed(4))
+    projection = Adversarial(5, ascend_full_space=ascend_full_space)
+    found = projection.gradient(matrix, [neurons], HALF)
+    expected = projection.gradient(matrix.double(), [neurons.double()], HALF)
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_the_scale_of_the_weights_does_not_matter_in_float32(scale: float) -> None:
+    """The slope at the projected points is 1 / scale, its product with the weights is not."""
+    neurons = loops.linear(8, 11, torch.float32).weight.detach()
+    matrix = torch.randn(1, 5, 11, generator=torch.Generator().manual_seed(4))
+    expected = Adversarial(5).gradient(matrix, [neurons], HALF)
+    found = Adversarial(5).gradient(matrix, [scale * neurons], HALF)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_neurons_keep_up_with_the_default_step() -> None:
+    """By turns, at a rate of 0.1: the loss does not run away as it does where P moves faster."""
+
+    def largest(step_size: float) -> float:
+        projection, rate = Adversarial(step_size=step_size), torch.tensor(0.1)
+        generator = torch.Generator().manual_seed(2)
+        weights = 0.06 * (torch.randn(64, 288, generator=generator) + 0.5 * torch.randn(288, generator=generator))
+        basis, values = (torch.randn(1, 30, 288, generator=generator),), []
+        for _ in range(60):
+            basis = projection.advance(basis, [weights], HALF, rate)
+            leaf = weights.clone().requires_grad_()
+            (view,) = projection.views(leaf, projection.refine(basis, [leaf], HALF, rate))
+            values.append(HALF(view).mean())
+            weights = weights - 0.1 * torch.autograd.grad(values[-1], leaf)[0]
+        return max(value.item() / values[0].item() for value in values)
+
+    assert largest(Adversarial().step_size) < 1.02
+    assert largest(100.0) > 2

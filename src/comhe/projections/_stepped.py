@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -25,6 +26,7 @@ class Stepped(Projection):
 
     dim: int = 30
     num_views: int = 1
+    _: KW_ONLY
     num_steps: int = 1
     step_size: float | None = 0.1
     advance_every: int = 1
@@ -42,8 +44,10 @@ class Stepped(Projection):
         )
         if self.mode not in ("alternating", "unrolled"):
             raise ValueError(f"mode={self.mode!r}: choose 'alternating' or 'unrolled'")
-        if self.step_size is not None and not self.step_size > 0:
+        if self.step_size is not None and not 0 < self.step_size < math.inf:
             raise ValueError(f"step_size={self.step_size}: choose a positive number, or None for the learning rate")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay}: choose 0 or a small positive number")
 
     @abstractmethod
     def gradient(self, matrix: Tensor, neurons: Sequence[Tensor], energy: Energy) -> Tensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,17 +12,20 @@ from comhe.products import product, widest
 from comhe.projections._stepped import Stepped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Adversarial(Stepped):
     """Adversarial projection, Adv-CoMHE (Eq. 7): P ascends the energy that the neurons descend.
 
-    The paper calls it unstable. `ascend_full_space` lets P ascend the full-space energy while the neurons descend
-    the half-space one, as the reference code does.
+    The paper calls it unstable: the energy has no upper bound, and where P moves faster than the neurons can answer the
+    loss grows a thousandfold. The default step is one that neurons keep up with at learning rates from 0.1 to 0.001.
+    `ascend_full_space` lets P ascend the full-space energy while the neurons descend the half-space one, as the
+    reference code does.
 
-    The slope of a mean energy in a matrix of standard normals is small, hence the large default step.
+    The energy is that of the rule: of a layer with several sets of neurons the mean over them, or with
+    `reduction="sum"` the sum, which takes a far smaller step.
     """
 
-    step_size: float | None = 100.0
+    step_size: float | None = 1.0
     ascend_full_space: bool = False
 
     def gradient(self, matrix: Tensor, neurons: Sequence[Tensor], energy: Energy) -> Tensor:
@@ -29,8 +33,9 @@ class Adversarial(Stepped):
             energy = replace(energy, half_space=False)
         total = torch.zeros_like(matrix)
         for layer in neurons:
-            wide = layer.to(widest(layer.device))  # close neurons keep their distance
-            points = product(wide.unsqueeze(-3), matrix.mT)  # [..., C, N, dim]
-            slope = product(energy.gradient(points, layer.dtype).to(layer.dtype).mT, layer.unsqueeze(-3))
-            total = total - slope.sum_to_size(matrix.shape)
-        return total
+            wide = layer.to(widest(layer.device)).unsqueeze(-3)  # close neurons keep their distance, small ones a slope
+            points = product(wide, matrix.mT)  # [..., C, N, dim]
+            slope = product(energy.gradient(points, layer.dtype).mT, wide).sum_to_size(matrix.shape)
+            num_sets = math.prod(layer.shape[:-2]) if energy.reduction == "mean" else 1
+            total = total - slope / num_sets
+        return total.to(matrix.dtype)

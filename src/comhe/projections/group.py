@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -18,6 +18,7 @@ class Group(Projection):
     """
 
     channels: int = 8
+    _: KW_ONLY
     stochastic: bool = False
 
     def __post_init__(self) -> None:

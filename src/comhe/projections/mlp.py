@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ class MLP(Projection):
 
     dim: int = 30
     num_views: int = 5
+    _: KW_ONLY
     hidden: int = 64
     activation: Literal["relu", "tanh"] = "relu"
 
