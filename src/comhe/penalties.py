@@ -38,13 +38,13 @@ def orthogonal(neurons: Tensor, *, local: bool = False, sharpness: float = 10.0)
     counts a pair once: half the gradient of this sum.
 
     Independent of every neuron's scale. A zero neuron is orthogonal to all with gradient zero; one neuron
-    gives 0. N^2 numbers are held, in the global form D^2 where N > 2D; there the sum loses digits where nearly
-    all neurons are zero.
+    gives 0. N^2 numbers are held, in the global form D^2 where N > 2D; there the number of neurons that are not
+    zero is taken off a sum, which cancels if nearly all are: 1e-16 of that number is then the error.
     """
     dtype = lift(neurons).dtype
     unit, lacking = sphere(lift(neurons))
     if not local and unit.shape[-2] > 2 * unit.shape[-1]:
-        # |UU'| = |U'U|, at least N^2 / D: the diagonal taken off is less than half of it, nothing cancels.
+        # |UU'| = |U'U|, at least N^2 / D: the diagonal taken off is less than half of it.
         num_alive = (1 - lacking).sum(dim=-1)
         return ((product(unit.mT, unit).square().sum(dim=(-2, -1)) - num_alive) / 2).to(dtype)
     cosine = product(unit, unit.mT)
@@ -99,8 +99,7 @@ def srip(
 
     The publications draw v at every call, uniform in [0, 1) or, "svhn", normal. Here it is normal and always
     the same, also for every leading index, unless `start` gives one, as long as the Gram matrix is wide.
-    Depends on scale. Where Av is zero, so are sigma and its gradient. O(N D) memory: A
-    is never formed.
+    Depends on scale. Where Av is zero, so are sigma and its gradient. O(N D) memory: A is never formed.
     """
     if body not in get_args(SripBody):
         raise ValueError(f"body={body!r}: choose one of {', '.join(map(repr, get_args(SripBody)))}")
@@ -127,10 +126,15 @@ def srip(
     return (sigma if body == "paper" else sigma.square()).to(lift(neurons).dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+# An operator of its own: inlined, its integers take the compiler minutes.
+@torch.library.custom_op("comhe::srip_start", mutates_args=())
 def _start(size: int, device: torch.device) -> Tensor:
-    """The start of power iterations, a constant to the compiler: inlined, its integers take minutes to compile."""
     return Stream(0, "srip", 0, device).normal(size)
+
+
+@_start.register_fake
+def _(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, device=device)
 
 
 def mma(neurons: Tensor) -> Tensor:
