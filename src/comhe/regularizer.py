@@ -127,7 +127,12 @@ class Regularizer(nn.Module):
         neurons = [self._jittered(layer, lift(found[layer.name])) for layer in family.layers]
         home = neurons[0].device
         with no_autocast(home):
-            basis: Basis = tuple(part.to(home) for part in self._bases.basis(index))
+            # A model that has turned to float64 since the last round has bases in float32 still.
+            wide = neurons[0].dtype == torch.float64
+            parts = self._bases.basis(index)
+            basis: Basis = tuple(
+                part.to(home, torch.float64 if wide and part.is_floating_point() else None) for part in parts
+            )
             together = [n.to(home) for n in neurons]
             rate = self._lr.to(home, neurons[0].dtype).view(())
             return neurons, family.projection.refine(basis, together, family.rule.energy, rate)
