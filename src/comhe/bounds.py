@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from comhe.energies import Distance, Energy
+from comhe.projections._base import at_least_one
 
 
 def uniform_expectation(
@@ -34,17 +35,17 @@ def uniform_expectation(
     as in `energy`. Infinite where s >= dim - 1.
     """
     pair = Energy(s, distance=distance)
-    _check("dim", dim)
+    at_least_one(dim=dim)
     if half_space and num_points is None:
         raise ValueError("num_points=None: in half space the expectation depends on the number of points, give it")
     if num_points is not None:
-        _check("num_points", num_points)
+        at_least_one(num_points=num_points)
         if half_space and num_points == 1:
             return 0.0
     if s >= dim - 1:
         return math.inf
     mean = _mean_of_chord(dim, s) if distance == "chord" else _mean_of_angle(dim, s)
-    return _with_antipodes(num_points, mean, pair) if half_space and num_points else mean
+    return with_antipodes(num_points, mean, pair) if half_space and num_points else mean
 
 
 def lower_bound(
@@ -63,8 +64,7 @@ def lower_bound(
     0 for a single point; infinite where duplicates cannot be avoided (D = 1).
     """
     pair = Energy(s, distance=distance)
-    _check("num_points", num_points)
-    _check("dim", dim)
+    at_least_one(num_points=num_points, dim=dim)
     if num_points == 1:
         return 0.0
     if dim == 1 and num_points > (1 if half_space else 2):
@@ -72,22 +72,18 @@ def lower_bound(
     if half_space:
         square = max(0.0, (num_points - dim) / (dim * (num_points - 1)))
         either = Energy(s, half_space=True, distance=distance)
-        return _with_antipodes(num_points, _at(either, math.sqrt(square)), pair)
+        return with_antipodes(num_points, _at(either, math.sqrt(square)), pair)
     if distance == "angle":
         return max(_convex_hull(num_points, pair), _at_largest_mean_angle(num_points, s))
     return _by_moments(num_points, dim, pair)
-
-
-def _check(name: str, count: int) -> None:
-    if count < 1:
-        raise ValueError(f"{name}={count}: choose at least 1")
 
 
 def _at(pair: Energy, cosine: float) -> float:
     return float(pair.of_cosine(torch.tensor(cosine, dtype=torch.float64)))
 
 
-def _with_antipodes(num_points: int, mean: float, pair: Energy) -> float:
+def with_antipodes(num_points: int, mean: float, pair: Energy) -> float:
+    """The mean energy in half space, given that of pairs which are no antipodes; `pair` is the energy in full space."""
     return (_at(pair, -1.0) + 2 * (num_points - 1) * mean) / (2 * num_points - 1)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comhe.bounds import lower_bound, uniform_expectation
+from comhe.bounds import lower_bound, uniform_expectation, with_antipodes
 from comhe.energies import Energy
 from comhe.pairs import sphere
 from comhe.products import product
@@ -53,8 +53,7 @@ def measure(neurons: Tensor, energy: Energy, limit: float) -> Geometry:
         num_close += (apart < limit).sum()
     mean = 2 * float(total) / (count * (count - 1))
     if half_space:
-        antipode = float(replace(energy, half_space=False).of_cosine(torch.tensor(-1.0, dtype=torch.float64)))
-        mean = (antipode + (count - 1) * mean) / (2 * count - 1)
+        mean = with_antipodes(count, mean / 2, replace(energy, half_space=False))
     distance = energy.distance
     expected = uniform_expectation(dim, energy.s, half_space=half_space, distance=distance, num_points=count)
     # Zero neurons, orthogonal to all, are as neurons in dimensions of their own.
