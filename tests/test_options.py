@@ -62,6 +62,7 @@ def of_field(field: Field[Any]) -> Any:
         comhe.Regularizer,
         comhe.discover,
         comhe.energy,
+        comhe.sampled_energy,
         comhe.audit,
         comhe.parametrizations.rotate,
         comhe.parametrizations.low_rank,
