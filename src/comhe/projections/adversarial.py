@@ -17,7 +17,8 @@ class Adversarial(Stepped):
     """Adversarial projection, Adv-CoMHE (Eq. 7): P ascends the energy that the neurons descend.
 
     The paper calls it unstable: the energy has no upper bound, and where P moves faster than the neurons can answer the
-    loss grows a thousandfold. The default step is one that neurons keep up with at learning rates from 0.1 to 0.001.
+    loss grows a thousandfold. The default step, the first learning rate of the reference code, is one that they kept up
+    with at rates from 0.1 to 0.001; larger ones make a stronger adversary.
     `ascend_full_space` lets P ascend the full-space energy while the neurons descend the half-space one, as the
     reference code does.
 
@@ -25,7 +26,6 @@ class Adversarial(Stepped):
     `reduction="sum"` the sum, which takes a far smaller step.
     """
 
-    step_size: float | None = 1.0
     ascend_full_space: bool = False
 
     def gradient(self, matrix: Tensor, neurons: Sequence[Tensor], energy: Energy) -> Tensor:
@@ -37,5 +37,5 @@ class Adversarial(Stepped):
             points = product(wide, matrix.mT)  # [..., C, N, dim]
             slope = product(energy.gradient(points, layer.dtype).mT, wide).sum_to_size(matrix.shape)
             num_sets = math.prod(layer.shape[:-2]) if energy.reduction == "mean" else 1
-            total = total - slope / num_sets
-        return total.to(matrix.dtype)
+            total = total - (slope / num_sets).to(layer.dtype)
+        return total

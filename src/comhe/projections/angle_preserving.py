@@ -61,8 +61,8 @@ class AnglePreserving(Stepped):
                 weight = error * (2 * _share(layer, neurons))
             force = 2 * pull(weight * self._slope(found), projected, found)
             force = (force - (force * projected).sum(dim=-1, keepdim=True) * projected) * inverse_norms(points)
-            total = total + _over_sets(product(force.mT, unit), total)
-        return total.to(matrix.dtype)
+            total = total + _over_sets(product(force.mT, unit), total).to(error.dtype)
+        return total
 
     def _error(self, wanted: Pairs, found: Pairs) -> Tensor:
         """t(P w_i, P w_j) - t(w_i, w_j), from squared chords to the nearer of +-partner: exact for close pairs too."""
