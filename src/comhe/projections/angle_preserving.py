@@ -24,7 +24,7 @@ class AnglePreserving(Stepped):
     t is the cosine or, as printed, the angle (`target`). The mean is over the pairs i != j of a set of neurons, over
     the sets of a layer and over the layers that share P; Eq. 5 adds up. So one step size serves layers of any width
     and number. `root` descends the Frobenius norm of the reference code, the square root of the sum over pairs (the
-    mean over sets, added up over layers), whose slope is steeper: its step is 0.1 there.
+    mean over sets, added up over layers): give it a step of 0.1 or None, as there, since its slope is steeper.
     """
 
     step_size: float | None = 30.0
