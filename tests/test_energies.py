@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import comhe
 from comhe import pairs
 from comhe.energies import Energy, energy
 
@@ -747,3 +748,19 @@ def test_energies_are_values() -> None:
     assert len({Energy(), Energy(2), Energy(s=2.0, half_space=False), Energy(half_space=True)}) == 2
     with pytest.raises(AttributeError):
         Energy().s = 1
+
+
+@pytest.mark.parametrize(
+    "points", [torch.nn.Linear(3, 4), [[1.0, 0.0], [0.0, 1.0]], None], ids=["layer", "list", "none"]
+)
+def test_what_is_no_tensor_is_refused(points) -> None:
+    for function in (comhe.energy, comhe.sampled_energy):
+        with pytest.raises(
+            TypeError, match=r"give a tensor \[\.\.\., N, D\]; that of a layer is layer\.weight\.flatten"
+        ):
+            function(points)
+
+
+def test_an_exponent_is_a_number() -> None:
+    with pytest.raises(TypeError, match="s='2': choose a number"):
+        comhe.energy(torch.randn(3, 3), "2")  # type: ignore[arg-type]

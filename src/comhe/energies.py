@@ -42,6 +42,8 @@ class Energy:
     norm_eps: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.s, int | float):
+            raise TypeError(f"s={self.s!r}: choose a number")
         if not (self.s >= 0 and self.s != float("inf")):
             raise ValueError(f"s={self.s}: choose a finite s >= 0 (0 is the logarithmic energy)")
         if self.distance not in ("chord", "angle"):
@@ -231,6 +233,10 @@ def _(points: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
 
 
 def checked(points: Tensor) -> Tensor:
+    if not isinstance(points, Tensor):
+        raise TypeError(
+            f"points={type(points).__name__}: give a tensor [..., N, D]; that of a layer is layer.weight.flatten(1)"
+        )
     if points.ndim < 2 or points.shape[-1] == 0 or not points.is_floating_point():
         raise ValueError(
             f"points of shape {tuple(points.shape)} and type {points.dtype}: give real floating-point [..., N, D]"
