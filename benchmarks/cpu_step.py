@@ -65,7 +65,7 @@ def main() -> None:
             return torch.autograd.grad(reg(), leaves)
 
         served, redrawn = milliseconds(both, 9), milliseconds(reg.advance, 9)
-        regularizer.why_not = lambda family, device: "to compare"  # type: ignore[assignment]
+        regularizer.why_not = lambda family: "to compare"  # type: ignore[assignment]
         reference = milliseconds(both, 5)
         regularizer.why_not = why_not
         share = 100 * (served + redrawn) / whole

@@ -17,6 +17,11 @@ from comhe.energies import Energy
 from comhe.streaming import is_streamed, stream
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 16 rows, so that 45 points have three each way, the last of them not whole."""

@@ -9,13 +9,15 @@ of a force lies along the point itself is taken off in the end, so that no sum o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from comhe.energies import Energy
-from comhe.pairs import CLOSE_COSINE
+from comhe.pairs import CACHED_PAIRS, CLOSE_COSINE
 
-_MOST_PAIRS = 1 << 20  # held at a time: 4 MiB each of two matrices
+if TYPE_CHECKING:
+    from comhe.energies import Energy
 
 
 def is_closed(energy: Energy) -> bool:
@@ -46,7 +48,7 @@ def closed(points: Tensor, energy: Energy) -> tuple[Tensor, Tensor, Tensor]:
     alive = norm != 0  # true of NaN, which goes on
     unit = torch.where(alive, scaled / norm, 0.0)
     totals, forces, close = [], torch.empty_like(unit), []
-    size = max(1, _MOST_PAIRS // (count * count))
+    size = max(1, CACHED_PAIRS // (count * count))
     buffers = points.new_empty(2, min(size, len(points)), count, count)
     for first in range(0, len(points), size):
         some = unit[first : first + size]

@@ -12,15 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from comhe.pairs import Pairs, inverse_norms, pairs, pull, sphere
+from comhe.pairs import CACHED_PAIRS, Pairs, inverse_norms, pairs, pull, sphere
 from comhe.products import lift, widest
 from comhe.streaming import is_streamed, stream
 
 Distance = Literal["chord", "angle"]
 Reduction = Literal["mean", "sum"]
 
-# Pairs computed at a time on the CPU, where sets can be taken apart: their matrices then stay in the cache.
-_MOST_PAIRS = 1 << 20
 # Below this squared distance, or where a pair's slope would exceed the second number or its energy at a distance of
 # zero the third, the energy goes on as its tangent: finite at duplicates, and still falling as they part. A thousand
 # duplicates can be summed.
@@ -79,7 +77,7 @@ class Energy:
         if points.shape[-2] < 2:
             return points.new_zeros(points.shape[:-2], dtype=dtype), torch.zeros_like(points)
         leading, num_points = points.shape[:-2], points.shape[-2]
-        num_sets = max(1, _MOST_PAIRS // (num_points * num_points))
+        num_sets = max(1, CACHED_PAIRS // (num_points * num_points))
         if points.device.type == "cpu" and math.prod(leading) > num_sets and not torch.compiler.is_compiling():
             some = points.reshape(-1, *points.shape[-2:]).split(num_sets)
             values, gradients = zip(*(self.with_gradient(part, dtype, wanted) for part in some), strict=True)

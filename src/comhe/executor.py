@@ -20,11 +20,12 @@ from comhe.projections import Map, Projection
 from comhe.rules import Rule
 
 
-def why_not(family: Family, device: torch.device) -> str:
+def why_not(family: Family) -> str:
     """Why the layers of a family are left to the reference; "" where they are served here."""
     projection = family.projection
-    if device.type != "cpu":
-        return f"the device is {device.type}"
+    for layer in family.layers:  # which may be on several devices
+        if layer.device.type != "cpu":
+            return f"{layer.name} is on {layer.device.type}"
     if family.rule.penalty is not None:
         return "a penalty is no energy"
     if type(projection).views is not Projection.views:
@@ -131,8 +132,9 @@ def _computed(views: Sequence[_View], inputs: Sequence[Tensor]) -> Iterator[_Com
     for view in views:
         operands = _operands(view, inputs)
         if is_closed(view.rule.energy) and operands[0].dtype == torch.float32:
-            points = _forward(view, operands)
-            if 1 < points.shape[-2] <= _MOST_POINTS:
+            neurons, left, _ = operands
+            if 1 < (neurons if left is None else left).shape[-2] <= _MOST_POINTS:
+                points = _forward(view, operands)
                 key = (*points.shape[-2:], view.rule.energy)
                 together.setdefault(key, []).append((view, operands, points))
                 continue

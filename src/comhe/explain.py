@@ -82,7 +82,7 @@ def explain(
                     basis=f"{family.address} ({drawn}{moves})" if family.has_basis else "none",
                     objective=rule.describe(),
                     weight="schedule" if callable(weight) else f"{weight:g}",
-                    engine=f"reference: {why}" if (why := why_not(family, layer.device)) else "closed forms",
+                    engine=f"reference: {why}" if (why := why_not(family)) else "closed forms",
                 )
             )
     if plan.unmatched:

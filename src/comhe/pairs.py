@@ -22,6 +22,8 @@ from torch import Tensor
 from comhe.products import full_precision, widest
 
 CLOSE_COSINE = 0.95
+# Pairs computed at a time on the CPU, where sets can be taken apart: their matrices then stay in the cache.
+CACHED_PAIRS = 1 << 20
 # Binary digits of unit vectors whose products add up without rounding: twice as many, and a sum of at most 1, fit.
 _HEAD_DIGITS = {torch.float64: 25, torch.float32: 11}
 

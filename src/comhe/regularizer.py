@@ -111,7 +111,7 @@ class Regularizer(nn.Module):
                 continue
             weight: Tensor = getattr(self, f"_weight_{family.rule_index}")
             neurons, basis = self._operands(index, family, found)
-            if torch.compiler.is_compiling() or why_not(family, neurons[0].device):
+            if torch.compiler.is_compiling() or why_not(family):
                 value = self._value(index, family, neurons, basis)
                 total = total + weight.to(device, value.dtype).view(()) * value.to(device)
             else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from comhe.closed import energies_of, half_slopes_of, is_closed
 from comhe.pairs import CLOSE_COSINE, between, sphere
 from comhe.products import full_precision
 
@@ -51,7 +52,7 @@ class _Sums:
         self.force = torch.zeros_like(unit) if with_gradient else unit.new_empty(0)
         self.of_others = torch.zeros_like(lacking)
         size = min(len(unit), _ROWS.get(unit.device.type, 4096))
-        is_plain = energy.s == 2 and energy.distance == "chord" and not energy.norm_eps and not unit.is_cuda
+        is_plain = is_closed(energy) and not unit.is_cuda
         narrow = unit.to(dtype) if is_plain else unit
         buffers = unit.new_empty(2, size * size, dtype=dtype) if is_plain else unit.new_empty(2, 0)
         for rows, columns in _tiles(len(unit), size):
@@ -90,11 +91,7 @@ class _Sums:
             self.force[part] += times * (degree * points - signs @ partners.to(signs.dtype))
 
     def _add_plain(self, narrow: Tensor, rows: slice, columns: slice, buffers: Tensor) -> bool:
-        """A tile of s = 2 and chords, in cosines g, in few passes; False where a pair is too close for that.
-
-        1 / (2 - 2g), or 1 / (1 - g^2) in half space, has the slope 2 or 2g times its square. What of a force lies
-        along the point itself is taken off later, and left out here.
-        """
+        """A tile in the closed form of cosines; False where a pair is too close for that."""
         u, v, half_space = narrow[rows], narrow[columns], self._energy.half_space
         cosine, each = (buffer[: len(u) * len(v)].view(len(u), len(v)) for buffer in buffers)
         torch.mm(u, v.mT, out=cosine)
@@ -103,15 +100,11 @@ class _Sums:
             cosine.fill_diagonal_(0)
         if bool(torch.linalg.vector_norm(cosine, torch.inf) > CLOSE_COSINE):
             return False
-        if half_space:
-            torch.mul(cosine, cosine, out=each).neg_().add_(1).reciprocal_()
-        else:
-            torch.mul(cosine, -2, out=each).add_(2).reciprocal_()
+        energies_of(cosine, half_space, out=each)
         total = each.sum(dim=-1).to(self.total.dtype).sum()
         self.total += total - len(u) * (1.0 if half_space else 0.5) if own else 2 * total
         if self._with_gradient:
-            each.square_()
-            weights = cosine.mul_(each) if half_space else each
+            weights = half_slopes_of(cosine, each, half_space)
             self.force[rows] += 2 * (weights @ v)
             if not own:
                 self.force[columns] += 2 * (weights.mT @ u)

@@ -209,7 +209,7 @@ def test_the_guard_against_synchronisation_sees_one():
 @pytest.fixture
 def as_elsewhere(monkeypatch):
     """The executor of the CPU may look at its numbers, for which it does not wait; other devices do without it."""
-    monkeypatch.setattr("comhe.regularizer.why_not", lambda family, device: "as on another device")
+    monkeypatch.setattr("comhe.regularizer.why_not", lambda family: "as on another device")
 
 
 @pytest.mark.usefixtures("as_elsewhere")
